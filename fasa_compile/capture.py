@@ -1,0 +1,203 @@
+"""Capture: a Dynamo graph -> its functional shadow, an ATen graph in which every value can be traced back to its origin.
+
+The Dynamo graph is what gets rewritten; the shadow is what gets read. In the shadow nothing is mutated: a cache write is a
+node whose result feeds the attention, also when the model wrote through a view. Composite operators such as
+``scaled_dot_product_attention`` stay whole (pre-dispatch). The two are tied together value by value, at every point of the
+program: for each Dynamo node the shadow node of its value when it was made, and again after each write that changed it.
+
+The trace runs on fake tensors in Dynamo's own fake mode, so it allocates nothing, executes nothing and keeps Dynamo's
+symbols for sizes. It adds no guards of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+
+
+@dataclass(frozen=True)
+class Shadow:
+    """The functional ATen twin of a Dynamo graph.
+
+    ``order`` numbers the Dynamo nodes; ``history[name]`` lists, in program order, ``(order, shadow node)``: the value of that
+    Dynamo node from the given point on. ``inputs`` are the shadow's placeholders, one per Dynamo placeholder, and
+    ``final[i]`` is input i's value after the whole graph (``inputs[i]`` itself where the graph does not write it).
+    ``origin`` names the Dynamo node during which a shadow node was traced.
+    """
+
+    gm: fx.GraphModule
+    dynamo: fx.GraphModule
+    example_inputs: tuple[Any, ...]
+    inputs: tuple[fx.Node, ...]
+    final: tuple[fx.Node, ...]
+    order: dict[str, int]
+    history: dict[str, list[tuple[int, fx.Node]]]
+    origin: dict[fx.Node, str]
+    _holders: dict[fx.Node, list[str]] = field(default_factory=dict)
+
+    def value(self, dynamo_node: str, at: str) -> fx.Node | None:
+        """Shadow node of the value that ``dynamo_node`` holds when the Dynamo node ``at`` begins, or None if not a tensor."""
+        point, found = self.order[at], None
+        for since, node in self.history.get(dynamo_node, ()):
+            if since >= point:
+                break
+            found = node
+        return found
+
+    def holder(self, node: fx.Node, at: str) -> str | None:
+        """Name of a Dynamo node that holds exactly the value ``node`` when the Dynamo node ``at`` begins; None if there is none."""
+        for name in self._holders.get(node, ()):
+            if self.value(name, at) is node:
+                return name
+        return None
+
+    def is_written(self, i: int) -> bool:
+        """Whether the graph writes its i-th input in place."""
+        return self.final[i] is not self.inputs[i]
+
+
+def fake_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
+    """Fakes of a backend's example inputs in Dynamo's own fake mode, with Dynamo's symbols for dynamic sizes.
+
+    The ``example_value`` that a placeholder carries belongs to the fake mode of an earlier trace and must not be used here.
+    """
+    context = TracingContext.try_get()
+    mode = context.fake_mode if context is not None and context.fake_mode is not None else FakeTensorMode()
+    fakes: list[Any] = []
+    for example, node in zip(example_inputs, gm.graph.find_nodes(op="placeholder"), strict=True):
+        if isinstance(example, torch.Tensor) and not isinstance(example, FakeTensor):
+            symbolic = context.tensor_to_context.get(example) if context is not None else None
+            source = getattr(node.meta.get("grapharg"), "source", None)
+            fakes.append(
+                mode.from_tensor(example, static_shapes=True if symbolic is None else None, symbolic_context=symbolic, source=source)
+            )
+        else:
+            fakes.append(example)
+    return mode, fakes
+
+
+def _plain(value: FunctionalTensor) -> torch.Tensor:
+    """The traced tensor behind a functional wrapper, brought up to date with writes through its aliases."""
+    torch._sync(value)
+    return torch._from_functional_tensor(value.elem)
+
+
+def _storage(value: FunctionalTensor) -> int:
+    return value.elem.untyped_storage()._cdata
+
+
+def _may_write(node: fx.Node) -> bool:
+    """Whether a Dynamo node may change one of its arguments. Errs on the side of yes: a yes costs one look."""
+    if node.op == "call_method":
+        name = str(node.target)
+        return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+    if node.op != "call_function":
+        return node.op == "call_module"
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    name = getattr(node.target, "__name__", str(node.target))
+    return (
+        name in ("setitem", "__setitem__")
+        or (name.endswith("_") and not name.endswith("__"))
+        or "out" in node.kwargs
+        or name.startswith(("iadd", "imul", "isub", "itruediv", "ior", "iand"))
+        or isinstance(node.target, (torch._ops.HigherOrderOperator, torch._ops.OpOverloadPacket))
+    )
+
+
+class _Recorder(fx.Interpreter):
+    """Runs the Dynamo graph on functional tensors and notes which shadow node each value is."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.order = {node.name: i for i, node in enumerate(gm.graph.nodes)}
+        self.history: dict[str, list[tuple[int, fx.Node]]] = {}
+        self.origin: dict[fx.Node, str] = {}
+        self._aliases: dict[int, list[fx.Node]] = {}
+        self._tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+        self._last = self._tail()
+
+    def _tail(self) -> fx.Node:
+        return self._tracer.graph._root.prev
+
+    def _shadow(self, value: FunctionalTensor) -> fx.Node | None:
+        slot = get_proxy_slot(_plain(value), self._tracer, None)
+        return slot.proxy.node if slot is not None else None
+
+    def _note(self, name: str, value: FunctionalTensor, point: int) -> None:
+        node = self._shadow(value)
+        past = self.history.setdefault(name, [])
+        if node is not None and not (past and past[-1][1] is node):
+            past.append((point, node))
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        point = self.order[n.name]
+        if isinstance(result, FunctionalTensor):
+            self._note(n.name, result, point)
+            self._aliases.setdefault(_storage(result), []).append(n)
+        if _may_write(n):
+            for argument in n.all_input_nodes:
+                value = self.env.get(argument)
+                if isinstance(value, FunctionalTensor):
+                    for alias in self._aliases.get(_storage(value), ()):
+                        self._note(alias.name, result if alias is n else self.env[alias], point)
+        node = self._tail()
+        while node is not self._last and node.op != "root":
+            self.origin.setdefault(node, n.name)
+            node = node.prev
+        self._last = self._tail()
+        return result
+
+
+def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Shadow:
+    """Trace a Dynamo graph into its functional shadow.
+
+    Called inside a ``torch.compile`` backend; ``gm`` and ``example_inputs`` are what Dynamo passes. Neither is changed, and
+    no kernel runs. Raises whatever the trace raises; the caller leaves the graph alone then and says so.
+    """
+    mode, fakes = fake_inputs(gm, example_inputs)
+    recorder: _Recorder | None = None
+    placeholders: list[fx.Node] = []
+    finals: list[fx.Node] = []
+
+    def run(*arguments: Any) -> Any:
+        nonlocal recorder
+        with FunctionalTensorMode(pre_dispatch=True, export=True):
+            wrapped = [FunctionalTensor.to_functional(a) if isinstance(a, torch.Tensor) else a for a in arguments]
+            recorder = _Recorder(gm)
+            placeholders.extend(recorder._tracer.graph.find_nodes(op="placeholder"))
+            outputs = recorder.run(*wrapped)
+            for given, node in zip(wrapped, placeholders, strict=True):
+                final = recorder._shadow(given) if isinstance(given, FunctionalTensor) else None
+                finals.append(final if final is not None else node)
+            return torch.utils._pytree.tree_map_only(FunctionalTensor, _plain, outputs)
+
+    with tracing(None), torch.no_grad(), mode, enable_python_dispatcher():
+        shadow = make_fx(run, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
+    assert recorder is not None
+
+    holders: dict[fx.Node, list[str]] = {}
+    for name, past in recorder.history.items():
+        for _, node in past:
+            holders.setdefault(node, []).append(name)
+    return Shadow(
+        gm=shadow,
+        dynamo=gm,
+        example_inputs=tuple(example_inputs),
+        inputs=tuple(placeholders),
+        final=tuple(finals),
+        order=recorder.order,
+        history=recorder.history,
+        origin=recorder.origin,
+        _holders=holders,
+    )
