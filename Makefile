@@ -1,0 +1,97 @@
+# Everything a contributor or CI runs. `make test` and `make demo` need Python >= 3.11 and nothing else: they make an
+# environment in $(VENV) first. With no C++ compiler, what Inductor would compile for the CPU is skipped (test) or run
+# without it (demo), and both say so.
+#
+#   make test PYTHON=python3.12             another interpreter
+#   make test TORCH='torch==2.11.0'         another torch; an index for CPU builds: TORCH='torch==2.13.0 --index-url URL'
+#   make test VENV=path                     an environment of your own; a suitable torch in it is kept
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+# Processes that run tests side by side, and seconds after which a whole test run is stopped.
+WORKERS ?= 2
+TEST_LIMIT ?= 2100
+PYTEST_ARGS ?=
+
+BIN = $(VENV)/bin
+SOURCES = fasa_compile patterns profiles triton_kernels tests examples benchmarks
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: help
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r a b; do printf '%-18s %s\n' "$$a" "$$b"; done
+
+# --- environment -------------------------------------------------------------------------------------------------------
+
+# torch comes first and alone, and is pinned in what follows, so that no later step can bring another build of it.
+$(VENV)/torch.txt:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python >= 3.11 is needed; '$(PYTHON)' is not: make PYTHON=python3.11 ..."; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))' 2>/dev/null; \
+		then echo "keeping the torch that is in $(VENV)"; \
+		else echo "installing $(TORCH) into $(VENV)"; $(BIN)/python -m pip install --quiet $(TORCH); fi
+	@$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $@.new
+	@mv $@.new $@
+
+$(VENV)/%.stamp: pyproject.toml $(VENV)/torch.txt
+	@echo "installing fasa_compile with its '$*' extra into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --constraint $(VENV)/torch.txt --editable '.[$*]'
+	@touch $@
+
+.PRECIOUS: $(VENV)/torch.txt $(VENV)/%.stamp
+
+# --- checks ------------------------------------------------------------------------------------------------------------
+
+.PHONY: fmt lint types
+fmt: $(VENV)/dev.stamp ## format the sources and apply the linter's safe fixes
+	@$(BIN)/ruff format $(SOURCES)
+	@$(BIN)/ruff check --fix $(SOURCES)
+
+lint: $(VENV)/dev.stamp ## ruff: format check and lint
+	@$(BIN)/ruff format --check $(SOURCES)
+	@$(BIN)/ruff check $(SOURCES)
+
+types: $(VENV)/dev.stamp build/mapped ## mypy on the package
+	@$(BIN)/mypy
+
+# The package as the wheel lays it out, in links: mypy (and a machine where nothing can be installed) reads it from here.
+.PHONY: build/mapped
+build/mapped:
+	@rm -rf $@ && mkdir -p $@/fasa_compile
+	@cd $@/fasa_compile && ln -s ../../../fasa_compile/* . && ln -s ../../../patterns ../../../profiles ../../../triton_kernels .
+
+# --- tests -------------------------------------------------------------------------------------------------------------
+
+# $(1): what to run. A test has 10 minutes (pyproject.toml), a run has TEST_LIMIT seconds.
+define bounded
+@rc=0; $(if $(shell command -v timeout),timeout -k 30 $(TEST_LIMIT)) $(1) || rc=$$?; \
+case $$rc in \
+	0) ;; \
+	5) echo "no test ran: that is a failure"; exit 5 ;; \
+	124|137) echo "the tests took more than $(TEST_LIMIT) s and were stopped"; exit $$rc ;; \
+	*) exit $$rc ;; \
+esac
+endef
+
+.PHONY: test test-fast test-gpu
+test: lint types ## format, lint, types and all tests that need no GPU
+	$(call bounded,$(BIN)/pytest -q -n $(WORKERS) --dist loadfile -m "not gpu" $(PYTEST_ARGS))
+
+test-fast: $(VENV)/dev.stamp ## the tests that take seconds
+	$(call bounded,$(BIN)/pytest -q -n $(WORKERS) --dist loadfile -m "not gpu and not slow" $(PYTEST_ARGS))
+
+# Runs with the interpreter that has a CUDA torch and pytest; installs nothing.
+test-gpu: build/mapped ## the tests that need a CUDA device, with $(PYTHON) as it is
+	$(call bounded,env PYTHONPATH=build/mapped $(PYTHON) -P -m pytest -q -m gpu tests/gpu $(PYTEST_ARGS))
+
+# --- the demo ----------------------------------------------------------------------------------------------------------
+
+.PHONY: demo clean
+demo: $(VENV)/demo.stamp ## SmolLM2 answers a question over 3k tokens, dense and sparse (the first run downloads 90 MB)
+	@$(BIN)/python examples/demo.py $(DEMO_ARGS)
+
+clean: ## remove the environment and everything that was built
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
