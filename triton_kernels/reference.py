@@ -1,0 +1,333 @@
+"""Decode attention of FASA in plain torch: the specification of the kernels, and what runs on CPU.
+
+Everything here is traceable (AOTAutograd, Inductor, symbolic ``L``): no value is read on the host and no branch looks at
+data. Dimension letters: ``fasa_compile/sites.py``. Method: FASA (arXiv 2602.03152), TIP = token importance predictor,
+FAC = focused attention computation; the group reduction, the forced tokens and the quantisation are DESIGN section 2's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .formats import INFO, REDUCTIONS, check_format
+
+_FLOAT_MAX = torch.finfo(torch.float32).max
+
+
+def pack(k: Tensor, dims: Tensor, centre: Tensor, spread: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
+    """Packed FC cache rows of ``k``.
+
+    ``k [B, Hkv, T, D]`` (post-RoPE, any floating dtype and strides), ``dims [Hkv, W]`` integer indices into D, ``centre``
+    and ``spread [Hkv, W]`` fp32. Returns ``(data, meta)`` as ``formats.fc_cache_spec(B, Hkv, T, W, fmt)`` says. Uses only
+    IEEE elementwise operations, min and max, so that a row's bytes depend on that row alone and on nothing that a compiler
+    may reorder. NaN is stored as 0 and values beyond the format's range are clamped.
+    """
+    B, Hkv, T, _ = k.shape
+    index = dims.long()[None, :, None, :].expand(B, Hkv, T, dims.shape[1])
+    return _encode(k.gather(3, index), centre, spread, fmt)
+
+
+def _encode(chosen: Tensor, centre: Tensor, spread: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
+    """``chosen [B, Hkv, T, W]``, the dominant dims of keys, to ``(data, meta)``."""
+    info = INFO[check_format(fmt)]
+    x = (chosen.float() - centre[:, None, :]) / spread[:, None, :]
+    x = torch.where(x == x, x, 0.0).clamp(-info.limit, info.limit)
+    if not info.bits:
+        return x.to(info.dtype), x.new_empty((*x.shape[:-1], 0), dtype=torch.float16)
+    zero, top = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    steps = float(2**info.bits - 1)
+    scale = ((top - zero) / steps).to(torch.float16)
+    scale = torch.where(scale == 0, 1.0, scale)
+    zero = zero.to(torch.float16)
+    # The codes are taken with the rounded scale and zero, the ones a reader will use.
+    q = ((x - zero.float()) / scale.float()).round().clamp(0.0, steps)
+    meta = torch.cat([scale, zero], dim=-1)
+    if info.bits == 8:
+        return (q - 128.0).to(torch.int8), meta
+    q = q.to(torch.uint8)
+    half = q.shape[-1] // 2
+    return q[..., :half] | (q[..., half:] << 4), meta
+
+
+def unpack(data: Tensor, meta: Tensor, fmt: str) -> Tensor:
+    """The stored ``x`` of a packed FC cache, fp32 ``[B, Hkv, L, W]`` (for calibration and tests; TIP never builds it)."""
+    info = INFO[check_format(fmt)]
+    if not info.bits:
+        return data.float()
+    return _codes(data, fmt) * meta[..., :1].float() + meta[..., 1:].float()
+
+
+def _codes(data: Tensor, fmt: str) -> Tensor:
+    """Integer codes ``q >= 0`` of int8 or int4 ``data`` as fp32 ``[B, Hkv, L, W]``."""
+    if fmt == "int8":
+        return data.float() + 128.0
+    return torch.cat([data & 15, data >> 4], dim=-1).float()
+
+
+def pack_rows_(
+    data: Tensor, meta: Tensor, k: Tensor, slots: Tensor, dims: Tensor, centre: Tensor, spread: Tensor, fmt: str
+) -> None:
+    """Refresh rows ``slots`` of a packed FC cache, in place, from the key cache they mirror.
+
+    ``k [B, Hkv, L, D]`` is the whole cache, already written; ``slots`` int64 ``[T]`` (shared by the batch) or ``[B, T]``,
+    each in ``[0, L)``. Rows are read back from ``k``, so what counts is the precision the model stored them in.
+    """
+    B, Hkv, _, _ = k.shape
+    # Advanced indices: scatter, gather and index_copy have no float8 implementation on CPU.
+    batch = torch.arange(B, device=k.device)[:, None, None]
+    head = torch.arange(Hkv, device=k.device)[None, :, None]
+    row = slots.reshape(-1, slots.shape[-1])[:, None, :]
+    rows = k[batch[..., None], head[..., None], row[..., None], dims.long()[None, :, None, :]]  # [B, Hkv, T, W]
+    new_data, new_meta = _encode(rows, centre, spread, fmt)
+    data.index_put_((batch, head, row), new_data)
+    if INFO[fmt].meta_columns:
+        meta.index_put_((batch, head, row), new_meta)
+
+
+def mask_bounds(mask: Tensor, L: int) -> Tensor:
+    """First valid token and one past the last, per batch row and over all heads: int32 ``[B', 2]``.
+
+    ``mask`` is broadcastable to ``[B, Hq, 1, L]``, bool (True attends) or additive; ``B'`` is its own batch size, 1 where
+    it is shared. ``(0, 0)`` for a row without a valid token.
+    """
+    allowed = _allowed(_four_dims(mask)).any(dim=2).any(dim=1)
+    allowed = allowed.expand(allowed.shape[0], L)
+    t = torch.arange(L, device=mask.device, dtype=torch.int32)
+    stop = torch.where(allowed, t + 1, 0).amax(-1)
+    start = torch.minimum(torch.where(allowed, t, L).amin(-1), stop)
+    return torch.stack([start, stop], dim=-1).to(torch.int32)
+
+
+def _four_dims(mask: Tensor) -> Tensor:
+    return mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
+
+
+def _allowed(mask: Tensor) -> Tensor:
+    """Where a mask lets a query attend. An additive mask forbids at its dtype's lowest value and at -inf (and at NaN)."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+
+
+def _per_head_mask(
+    mask: Tensor | None, bounds: Tensor | None, B: int, Hkv: int, G: int, L: int, device: torch.device
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """``(allowed, bias, bounds)``: bool and fp32 broadcastable to ``[B, Hkv, G, L]``, and int32 ``[B', 2]``.
+
+    ``allowed`` holds the bounds too. ``bias`` is None unless the mask is additive.
+    """
+    t = torch.arange(L, device=device)
+    if mask is None:
+        if bounds is None:
+            bounds = torch.stack([torch.zeros_like(t[:1]), torch.full_like(t[:1], L)], dim=-1)
+        allowed = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
+        bias = None
+    else:
+        bounds = mask_bounds(mask, L) if bounds is None else bounds
+        mask = _four_dims(mask)
+        heads = (Hkv, G) if mask.shape[1] != 1 else (1, 1)
+        mask = mask.reshape(mask.shape[0], *heads, mask.shape[3])
+        allowed = _allowed(mask)
+        bias = None if mask.dtype == torch.bool else torch.where(allowed, mask.float(), 0.0)
+    inside = (t >= bounds[:, :1]) & (t < bounds[:, 1:])  # [B', L]
+    return allowed & inside[:, None, None, :], bias, bounds
+
+
+def _softcap(s: Tensor, softcap: float) -> Tensor:
+    return softcap * torch.tanh(s / softcap) if softcap else s
+
+
+def sparse_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    data: Tensor | None,
+    meta: Tensor | None,
+    dims: Tensor | None,
+    centre: Tensor | None,
+    spread: Tensor | None,
+    norm: Tensor | None,
+    mask: Tensor | None = None,
+    bounds: Tensor | None = None,
+    *,
+    scale: float,
+    n_fac: int,
+    n_sink: int = 0,
+    n_recent: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    fmt: str = "int4",
+    reduction: str = "static",
+) -> Tensor:
+    """One decode step of FASA: TIP scores every cached token, the best ``n_fac`` per KV head are attended to exactly.
+
+    ``q [B, Hq, 1, D]`` post-RoPE, ``k [B, Hkv, L, D]``, ``v [B, Hkv, L, Dv]`` (any strides), all floating. ``data, meta``:
+    the packed FC cache (``formats``) of ``k`` with ``dims, centre, spread [Hkv, W]``; ``data=None`` scores with all dims of
+    ``k`` itself. ``norm [Hq]`` fp32, natural log units, or None for zeros. ``mask`` None, bool (True attends) or additive,
+    broadcastable to ``[B, Hq, 1, L]``. ``bounds`` int32 ``[B or 1, 2]``: tokens outside ``[first, stop)`` are not valid.
+    ``sinks [Hq]``: a logit per query head that joins the denominator. Returns ``[B, Hq, 1, Dv]`` in q's dtype.
+
+    The score of query head h is ``softcap(scale * (q * spread)[dims] . x) + additive mask``; q is rounded as the format
+    asks (``_tip_scores``). The group's one key per token is ``log sum_h exp(s_h - norm_h)`` ("static"), the same with
+    ``norm_h`` the log-sum-exp of ``s_h`` over the valid tokens ("softmax_sum") or ``max_h (s_h - norm_h)`` ("max").
+    Selected, per KV head: ``min(n_fac, valid)`` tokens; the first ``n_sink`` positions from the row's first valid token and
+    the ``n_recent`` positions before its last are in, the rest are the highest keys; ties go to the lower index and NaN
+    ranks lowest. A row that no head may attend anywhere yields zeros.
+
+    Raises ``ValueError`` for an unknown format or reduction, or ``n_sink + n_recent > n_fac``.
+    """
+    check_format(fmt)
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"unknown group reduction {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
+    if n_fac < 1 or n_sink < 0 or n_recent < 0 or n_sink + n_recent > n_fac:
+        raise ValueError(f"expected n_sink + n_recent <= n_fac, n_fac >= 1; got {n_sink} + {n_recent}, {n_fac}")
+    B, Hq, _, D = q.shape
+    Hkv, L = k.shape[1], k.shape[2]
+    G = Hq // Hkv
+    allowed, bias, bounds = _per_head_mask(mask, bounds, B, Hkv, G, L, q.device)
+    qg = q.reshape(B, Hkv, G, D).float()
+
+    if data is None:
+        s = scale * _matmul(qg, k)
+    else:
+        assert meta is not None and dims is not None and spread is not None
+        s = _tip_scores(qg, data, meta, dims, spread, scale, fmt)
+    s = _softcap(s, softcap)
+    if bias is not None:
+        s = s + bias
+    key = _group_key(s, allowed, norm, reduction, B, Hkv, G, L)
+
+    t = torch.arange(L, device=q.device)
+    first, stop = bounds[:, None, :1], bounds[:, None, 1:]
+    forced = (t < first + n_sink) | (t >= stop - n_recent)
+    key = torch.where((key > -torch.inf) & forced, torch.inf, key)
+    chosen = _top(key, n_fac)  # [B, Hkv, n_fac], indices below L + n_fac
+    index = chosen.clamp(max=L - 1)
+    taken = (chosen < L) & (key.gather(2, index) > -torch.inf)
+
+    kept_k = k.gather(2, index[..., None].expand(B, Hkv, n_fac, D)).float()
+    kept_v = v.gather(2, index[..., None].expand(B, Hkv, n_fac, v.shape[3])).float()
+    by_head = index[:, :, None, :].expand(B, Hkv, G, n_fac)
+    kept_allowed = allowed.expand(B, Hkv, G, L).gather(3, by_head) & taken[:, :, None, :]
+    kept_bias = None if bias is None else bias.expand(B, Hkv, G, L).gather(3, by_head)
+    return _attend(qg, kept_k, kept_v, kept_allowed, kept_bias, scale, softcap, sinks).to(q.dtype)
+
+
+def dense_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    bounds: Tensor | None = None,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Exact grouped-query attention of one query token. Arguments and result as ``sparse_decode``'s."""
+    B, Hq, _, D = q.shape
+    Hkv, L = k.shape[1], k.shape[2]
+    G = Hq // Hkv
+    allowed, bias, _ = _per_head_mask(mask, bounds, B, Hkv, G, L, q.device)
+    qg = q.reshape(B, Hkv, G, D).float()
+    return _attend(qg, k.float(), v.float(), allowed, bias, scale, softcap, sinks).to(q.dtype)
+
+
+def _matmul(qg: Tensor, k: Tensor) -> Tensor:
+    """``[B, Hkv, G, D] x [B, Hkv, L, D] -> [B, Hkv, G, L]`` in fp32."""
+    return qg @ k.float().transpose(2, 3)
+
+
+def _tip_scores(qg: Tensor, data: Tensor, meta: Tensor, dims: Tensor, spread: Tensor, scale: float, fmt: str) -> Tensor:
+    """Partial scores of the dominant dims, fp32 ``[B, Hkv, G, L]``, without softcap and mask.
+
+    ``y = (q * spread)[dims]`` is scaled per query head to its largest magnitude and rounded: to int8 (symmetric, +-127) for
+    the integer formats, whose dot is then an integer dot; to e4m3 (+-448) for fp8; to the format itself (+-1) for bf16 and
+    fp16; not at all for fp32.
+    """
+    B, Hkv, G, _ = qg.shape
+    info = INFO[fmt]
+    y = qg.gather(3, dims.long()[None, :, None, :].expand(B, Hkv, G, dims.shape[1])) * spread[:, None, :]
+    y = torch.where(y == y, y, 0.0).clamp(-INFO["fp32"].limit, INFO["fp32"].limit)
+    if fmt == "fp32":
+        return scale * _matmul(y, data)
+    largest = y.abs().amax(-1, keepdim=True)
+    largest = torch.where(largest == 0, 1.0, largest)
+    if not info.bits:
+        step = largest / 448.0 if fmt == "fp8" else largest
+        rounded = (y / step).clamp(-info.limit, info.limit).to(info.dtype).float()
+        return (scale * step) * _matmul(rounded, data)
+    step = largest / 127.0
+    rounded = (y / step).round().clamp(-127.0, 127.0)
+    # Sums of products of small integers stay below 2^24, so this fp32 dot is the integer dot in any order of summation.
+    dot = _matmul(rounded, _codes(data, fmt))
+    token_scale = meta[..., 0].float()[:, :, None, :]
+    token_zero = meta[..., 1].float()[:, :, None, :]
+    return (scale * step) * (token_scale * dot + token_zero * rounded.sum(-1, keepdim=True))
+
+
+def _group_key(
+    s: Tensor, allowed: Tensor, norm: Tensor | None, reduction: str, B: int, Hkv: int, G: int, L: int
+) -> Tensor:
+    """One key per token and KV head, fp32 ``[B, Hkv, L]``: -inf exactly where no head may attend, finite elsewhere."""
+    s = torch.where(s == s, s, -_FLOAT_MAX).clamp(-_FLOAT_MAX, _FLOAT_MAX)
+    s = torch.where(allowed, s, -torch.inf).expand(B, Hkv, G, L)
+    if reduction == "softmax_sum":
+        s = s - _guarded_logsumexp(s, -1)
+    elif norm is not None:
+        s = s - norm.float().reshape(1, Hkv, G, 1)
+    key = s.amax(2) if reduction == "max" else _guarded_logsumexp(s, 2).squeeze(2)
+    key = key.clamp(-_FLOAT_MAX, _FLOAT_MAX)
+    key = torch.where(key == 0, 0.0, key)  # -0.0 and 0.0 tie
+    return torch.where(allowed.expand(B, Hkv, G, L).any(2), key, -torch.inf)
+
+
+def _guarded_logsumexp(s: Tensor, dim: int) -> Tensor:
+    """Log-sum-exp that keeps ``dim``; -FLOAT_MAX where every entry is -inf, never NaN."""
+    top = s.amax(dim, keepdim=True).clamp(min=-_FLOAT_MAX)
+    return (top + (s - top).exp().sum(dim, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny).log()).clamp(
+        min=-_FLOAT_MAX
+    )
+
+
+def _top(key: Tensor, n: int) -> Tensor:
+    """Indices of the ``n`` highest keys along the last dim, ties to the lower index; ``[L, L + n)`` where they run out.
+
+    Key and position go into one int64, so that all entries differ and ``topk`` has one answer.
+    """
+    padded = torch.nn.functional.pad(key, (0, n), value=-torch.inf)
+    bits = padded.view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # as integers in the order of the floats
+    position = torch.arange(padded.shape[-1], device=key.device)
+    picked = (ordered * 2**32 + (2**31 - position)).topk(n, dim=-1).values
+    return 2**31 - (picked & 0xFFFFFFFF)
+
+
+def _attend(
+    qg: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Softmax attention in fp32 over ``k, v [B, Hkv, N, *]``; ``allowed`` and ``bias`` broadcast to ``[B, Hkv, G, N]``."""
+    B, Hkv, G, _ = qg.shape
+    s = _softcap(scale * _matmul(qg, k), softcap)
+    if bias is not None:
+        s = s + bias
+    s = torch.where(allowed, s, -torch.inf)
+    top = s.amax(-1, keepdim=True)
+    if sinks is not None:
+        sink = sinks.float().reshape(1, Hkv, G, 1)
+        top = torch.maximum(top, sink)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    p = (s - top).exp()
+    total = p.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + (sink - top).exp()
+    # 0 * NaN is NaN: values that no head of the group may see are taken out, not only weighted with zero.
+    v = torch.where(allowed.any(2)[..., None], v, 0.0)
+    out = (p @ v) / torch.where(total == 0, 1.0, total)
+    return out.reshape(B, Hkv * G, 1, v.shape[-1])
