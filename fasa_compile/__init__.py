@@ -1,0 +1,64 @@
+"""fasa_compile: a torch.compile backend that makes RoPE language models decode sparsely (FASA, arXiv 2602.03152)."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from fasa_compile.counters import reset_stats, stats
+from fasa_compile.errors import (
+    BudgetError,
+    CalibrationError,
+    FasaError,
+    FasaWarning,
+    NoSitesError,
+    ProfileError,
+)
+
+if TYPE_CHECKING:
+    from fasa_compile.backend import FasaBackend, explain, fasa_backend
+    from fasa_compile.calibrate import calibrate
+    from fasa_compile.profiles.files import load_profile
+    from fasa_compile.profiles.schema import FCProfile
+    from fasa_compile.report import Report
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "FasaBackend": "fasa_compile.backend",
+    "explain": "fasa_compile.backend",
+    "fasa_backend": "fasa_compile.backend",
+    "calibrate": "fasa_compile.calibrate",
+    "FCProfile": "fasa_compile.profiles.schema",
+    "load_profile": "fasa_compile.profiles.files",
+    "Report": "fasa_compile.report",
+}
+
+__all__ = [
+    "BudgetError",
+    "CalibrationError",
+    "FCProfile",
+    "FasaBackend",
+    "FasaError",
+    "FasaWarning",
+    "NoSitesError",
+    "ProfileError",
+    "Report",
+    "calibrate",
+    "explain",
+    "fasa_backend",
+    "load_profile",
+    "reset_stats",
+    "stats",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # The heavy parts load on first use: `import fasa_compile` stays cheap where only the errors or the version are wanted.
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

@@ -95,7 +95,7 @@ def _storage(value: FunctionalTensor) -> int:
     return value.elem.untyped_storage()._cdata
 
 
-def _may_write(node: fx.Node) -> bool:
+def may_write(node: fx.Node) -> bool:
     """Whether a Dynamo node may change one of its arguments. Errs on the side of yes: a yes costs one look."""
     if node.op == "call_method":
         name = str(node.target)
@@ -145,7 +145,7 @@ class _Recorder(fx.Interpreter):
         if isinstance(result, FunctionalTensor):
             self._note(n.name, result, point)
             self._aliases.setdefault(_storage(result), []).append(n)
-        if _may_write(n):
+        if may_write(n):
             for argument in n.all_input_nodes:
                 value = self.env.get(argument)
                 if isinstance(value, FunctionalTensor):

@@ -1,0 +1,281 @@
+"""The backend: what ``torch.compile`` calls. Takes a graph through capture, match, plan and rewrite to the inner compiler."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from os import PathLike
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from fasa_compile.capture import Shadow, capture
+from fasa_compile.counters import count, decline
+from fasa_compile.errors import FasaError, FasaWarning, NoSitesError
+from fasa_compile.match import match
+from fasa_compile.plan import Decision, Plan, Policy, demote, hint, plan
+from fasa_compile.profiles.files import load_profile
+from fasa_compile.profiles.schema import FCProfile
+from fasa_compile.report import GraphRecord, Report, why
+from fasa_compile.rewrite import NotExpressible, Rewritten, rewrite
+from fasa_compile.runtime import Runtime, counted
+from fasa_compile.sites import AttentionSite, NoMatch
+
+log = logging.getLogger("fasa_compile")
+
+Inner = Literal["inductor", "eager"] | Callable[..., Any]
+_NOT_SWALLOWED = (KeyboardInterrupt, SystemExit, MemoryError, torch.OutOfMemoryError, FasaError)
+
+
+def _inner_compiler(inner: Inner, mode: str | None, options: dict[str, Any] | None) -> Callable[..., Any]:
+    """The compiler that takes the (rewritten) graph, with ``torch.compile``'s mode and options handed on."""
+    if inner == "eager":
+        return lambda gm, example_inputs: gm.forward
+    if inner == "inductor":
+        from torch._inductor import list_mode_options
+        from torch._inductor.compile_fx import compile_fx
+
+        patches = {**(list_mode_options(mode) if mode and mode != "default" else {}), **(options or {})}
+
+        def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            return compile_fx(gm, example_inputs, config_patches=patches or None)
+
+        return inductor
+    given = {name: value for name, value in (("mode", mode), ("options", options)) if value}
+    return lambda gm, example_inputs: inner(gm, example_inputs, **given)  # type: ignore[operator]
+
+
+def _records_gradients(example_inputs: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
+
+
+def _example(node: Any) -> Any:
+    return node.meta.get("example_value") if isinstance(node, fx.Node) else None
+
+
+_ATTENTION_NAMES = ("scaled_dot_product_attention", "softmax", "flex_attention", "flash_attn", "attention")
+
+
+def _attention_nodes(gm: fx.GraphModule) -> list[fx.Node]:
+    """Dynamo nodes that may be an attention, by name: cheap, and errs on the side of yes."""
+    found = []
+    for node in gm.graph.nodes:
+        if node.op in ("call_function", "call_method", "call_module"):
+            name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+            if any(part in name for part in _ATTENTION_NAMES):
+                found.append(node)
+    return found
+
+
+def _only_prefill(nodes: Sequence[fx.Node]) -> bool:
+    """Whether every attention is an SDPA with statically more than one query: nothing to rewrite, so nothing to trace."""
+    for node in nodes:
+        q = _example(node.args[0]) if node.args else None
+        if "scaled_dot_product" not in str(node.target) or not isinstance(q, torch.Tensor) or q.dim() != 4:
+            return False
+        if not isinstance(q.shape[2], int) or q.shape[2] == 1:
+            return False
+    return True
+
+
+class FasaBackend:
+    """A ``torch.compile`` backend made by ``fasa_backend``; callable, and its own copy when copied.
+
+    transformers deep-copies the backend it is given; a copy that counted and reported on its own would hide what happened.
+    """
+
+    def __init__(self, policy: Policy, inner: Inner, strict: bool) -> None:
+        self.__name__ = "fasa"
+        self.policy = policy
+        self.inner = inner
+        self.strict = strict
+        self.graphs: list[GraphRecord] = []
+        self._warned: set[str] = set()
+        _live.add(self)
+
+    def __copy__(self) -> FasaBackend:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FasaBackend:
+        return self
+
+    def explain(self) -> Report:
+        """What happened to each attention site of every graph seen so far."""
+        return Report(self.graphs)
+
+    def __call__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
+    ) -> Callable[..., Any]:
+        count("graphs")
+        inner = _inner_compiler(self.inner, mode, options)
+        nodes = _attention_nodes(gm)
+        if not nodes:
+            self._record("no attention")
+            return inner(gm, example_inputs)
+        if _only_prefill(nodes):
+            self._record("prefill", note=f"{len(nodes)} attention sites, dense")
+            return counted(inner(gm, example_inputs), "dense_steps")
+        shadow, planned = self._plan(gm, example_inputs)
+        rewritten: Rewritten | None = None
+        compiled: Callable[..., Any] | None = None
+        if shadow is not None and planned.sparse:
+            planned, rewritten = self._rewrite(shadow, planned)
+        if rewritten is not None:
+            examples = [*example_inputs, *(item.fake for item in rewritten.extra)]
+            try:
+                compiled = inner(rewritten.gm, examples)
+            except Exception as problem:
+                planned = self._give_up(planned, "rewrite-failed", problem)
+                rewritten = None
+        self._note(planned)
+        if rewritten is not None and compiled is not None:
+            return Runtime(compiled, rewritten.extra)
+        return counted(inner(gm, example_inputs), "dense_steps")
+
+    def _plan(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Shadow | None, Plan]:
+        try:
+            shadow = capture(gm, example_inputs)
+            sites = match(shadow)
+        except Exception as problem:
+            return None, self._untraced(gm, problem)
+        return shadow, plan(sites, self.policy, grad=_records_gradients(example_inputs))
+
+    def _untraced(self, gm: fx.GraphModule, problem: Exception) -> Plan:
+        self._fall_back("a graph could not be read; it runs as it was", problem)
+        detail = f"{type(problem).__name__}: {problem}"
+        found = [
+            NoMatch(i, "", "", str(node.target), "failed", detail)
+            for i, node in enumerate(n for n in _attention_nodes(gm))
+        ]
+        return Plan(tuple(Decision(s, "dense", "capture-failed", detail) for s in found), decode=True)
+
+    def _rewrite(self, shadow: Shadow, planned: Plan) -> tuple[Plan, Rewritten | None]:
+        while planned.sparse:
+            try:
+                return planned, rewrite(shadow, planned)
+            except NotExpressible as problem:
+                planned = demote(planned, problem.args[1], "not-expressible", problem.args[0])
+            except Exception as problem:
+                return self._give_up(planned, "rewrite-failed", problem), None
+        return planned, None
+
+    def _give_up(self, planned: Plan, reason: str, problem: Exception) -> Plan:
+        self._fall_back("rewriting a graph failed; it runs as it was", problem)
+        detail = f"{type(problem).__name__}: {problem}"
+        for decision in planned.sparse:
+            planned = demote(planned, decision.site.index, reason, detail)
+        return planned
+
+    def _fall_back(self, what: str, problem: Exception) -> None:
+        if self.strict or isinstance(problem, _NOT_SWALLOWED):
+            raise problem
+        log.warning("%s: %s: %s", what, type(problem).__name__, problem, exc_info=problem)
+        self._warn(f"{what} ({type(problem).__name__}: {problem}). strict=True raises instead.")
+
+    def _note(self, planned: Plan) -> None:
+        count("sites", len(planned.decisions))
+        count("rewritten_sites", len(planned.sparse))
+        for decision in planned.decisions:
+            if decision.action == "dense":
+                decline(decision.reason)
+        if planned.decode:
+            count("decode_graphs")
+        self._record("decode" if planned.decode else "attention without a cache", planned.decisions)
+        expected = {"profile-dense", "within-budget", "requires-grad", "prefill"}
+        if planned.decode and not planned.sparse and not all(d.reason in expected for d in planned.decisions):
+            reasons = "; ".join(sorted({f"{d.reason} ({why(d)})" for d in planned.decisions if d.reason not in expected}))
+            message = (
+                f"no attention site of this decode graph could be made sparse, so it runs dense. Found {len(planned.decisions)} "
+                f"attention nodes: {reasons}. `backend.explain()` shows each one."
+            )
+            if self.strict:
+                raise NoSitesError(message)
+            self._warn(message)
+
+    def _record(self, kind: str, decisions: tuple[Decision, ...] = (), note: str = "") -> None:
+        self.graphs.append(GraphRecord(len(self.graphs), kind, decisions, note))
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, FasaWarning, stacklevel=3)
+
+    @property
+    def saw_decode(self) -> bool:
+        return any(g.kind == "decode" for g in self.graphs)
+
+
+_live: weakref.WeakSet[FasaBackend] = weakref.WeakSet()
+
+
+@atexit.register
+def _warn_unused() -> None:
+    for backend in _live:
+        if not backend.graphs:
+            log.warning("a fasa backend was made and never called. %s", backend.explain())
+
+
+def fasa_backend(
+    profile: FCProfile | str | PathLike[str],
+    *,
+    n_fac: int | None = None,
+    n_sink: int | None = None,
+    n_recent: int | None = None,
+    inner: Inner = "inductor",
+    strict: bool = False,
+) -> FasaBackend:
+    """A backend for ``torch.compile`` that makes RoPE attention decode sparsely.
+
+    ``profile``: an ``FCProfile``, the path or name of one, or ``"all"`` (every frequency chunk dominant: exact scores, no
+    calibration and no packed cache; an oracle, not a speed-up). ``n_fac``, ``n_sink``, ``n_recent``: tokens attended per KV
+    head and step, of them always the first and the last ones; they override the profile's. ``inner``: the compiler that takes
+    the rewritten graph. ``strict``: raise where the default is to warn and stay dense.
+
+    With ``n_fac`` at least the context length the result equals dense attention. Raises ``ProfileError`` for a profile that
+    cannot be read, ``BudgetError`` for an impossible budget; and, when a graph is compiled, ``ProfileError`` for a profile
+    that does not belong to the model and (``strict``) ``NoSitesError`` when a decode graph has nothing to rewrite.
+    """
+    overrides = {name: v for name, v in (("n_fac", n_fac), ("n_sink", n_sink), ("n_recent", n_recent)) if v is not None}
+    loaded: FCProfile | Literal["all"]
+    if isinstance(profile, FCProfile) or profile == "all":
+        loaded = profile  # type: ignore[assignment]
+    else:
+        loaded = load_profile(profile)
+    if not (inner in ("inductor", "eager") or callable(inner)):
+        raise TypeError(f"inner: expected 'inductor', 'eager' or a callable backend, found {inner!r}")
+    policy = Policy(loaded, overrides)
+    policy.budget_for(None)  # an impossible budget is an error now, not at the first graph
+    return FasaBackend(policy, inner, strict)
+
+
+def fasa(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None) -> Any:
+    """The backend under its registered name, ``torch.compile(model, backend="fasa", options={"profile": ...})``.
+
+    ``options`` takes the keyword arguments of ``fasa_backend``; whatever else it holds goes to the inner compiler.
+    """
+    given = dict(options or {})
+    mine = {name: given.pop(name) for name in ("profile", "n_fac", "n_sink", "n_recent", "inner", "strict") if name in given}
+    if "profile" not in mine:
+        raise TypeError('backend="fasa" needs options={"profile": <path or name of a profile, or "all">}')
+    profile = mine.pop("profile")
+    key = (str(profile) if not isinstance(profile, FCProfile) else id(profile), *sorted((k, repr(v)) for k, v in mine.items()))
+    if key not in _named:
+        _named[key] = fasa_backend(profile, **mine)
+    return _named[key](gm, example_inputs, mode=mode, options=given or None)
+
+
+_named: dict[Any, FasaBackend] = {}
+
+
+def explain(backend: FasaBackend | None = None) -> Report:
+    """What happened to each attention site: of one backend, or of every live backend together."""
+    if backend is not None:
+        return backend.explain()
+    return Report([g for live in _live for g in live.graphs])
+
+
+__all__ = ["AttentionSite", "FasaBackend", "explain", "fasa", "fasa_backend", "hint"]

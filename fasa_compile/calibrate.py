@@ -1,0 +1,175 @@
+"""Calibration: one forward over some text -> a profile. Queries and keys are taken at the attention sites that matching finds."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fasa_compile.calibration_stats import LayerStats
+from fasa_compile.capture import capture
+from fasa_compile.errors import CalibrationError
+from fasa_compile.fingerprint import data_fingerprint, weights_fingerprint
+from fasa_compile.match import match
+from fasa_compile.profiles.schema import Budget, FCProfile, LayerProfile, ModelFacts
+from fasa_compile.rewrite import Emitter, copy_graph
+from fasa_compile.sites import AttentionSite, NoMatch
+
+
+class _Observer:
+    """A ``torch.compile`` backend that runs the graph as it is and shows every matched prefill attention's q and k to a sink."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self.stats: dict[str, LayerStats] = {}
+        self.refused: list[NoMatch] = []
+        self.device = device
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        shadow = capture(gm, example_inputs)
+        sites = match(shadow)
+        self.refused += [s for s in sites if isinstance(s, NoMatch)]
+        twin = copy_graph(gm)
+        emit = Emitter(shadow, twin)
+        for site in sites:
+            if not isinstance(site, AttentionSite):
+                continue
+            q = emit.expr(site.q, site.output)
+            k = emit.expr(site.k, site.output)
+            mask = emit.expr(site.mask, site.output) if site.mask is not None else None
+            emit.call(site.output, _Sink(self, site), (q, k, mask))
+        twin.recompile()
+        return twin.forward
+
+    def record(self, site: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None) -> None:
+        if site.layer not in self.stats:
+            device = self.device or q.device
+            self.stats[site.layer] = LayerStats(q.shape[1], k.shape[1], q.shape[3], site.rope, device)
+        with torch.no_grad():
+            for row in range(q.shape[0]):
+                mine = None if mask is None else mask[row if mask.shape[0] > 1 else 0]
+                one_q, one_k = _visible(q[row : row + 1], k[row : row + 1], mine)
+                self.stats[site.layer].update(one_q, one_k, site.scale, None, site.softcap)
+
+
+class _Sink:
+    """A named callable for one site, so that the graph prints readably."""
+
+    def __init__(self, observer: _Observer, site: AttentionSite) -> None:
+        self.observer, self.site = observer, site
+        self.__name__ = self.__qualname__ = "observe"
+        self.__module__ = __name__
+
+    def __call__(self, q: Tensor, k: Tensor, mask: Tensor | None) -> None:
+        self.observer.record(self.site, q, k, mask)
+
+
+def _visible(q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Queries and keys of one sequence without padding and unwritten cache slots: ``[1, Hq, n, D]`` and ``[1, Hkv, n, D]``."""
+    T, L = q.shape[2], k.shape[2]
+    if mask is None:
+        return q, k[:, :, :L]
+    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+    keys = allowed.reshape(-1, allowed.shape[-1]).any(dim=0).expand(L).nonzero().squeeze(-1)
+    n = min(len(keys), T)
+    queries = keys if T == L else torch.arange(T - n, T, device=q.device)
+    return q.index_select(2, queries), k.index_select(2, keys)
+
+
+def _forward(model: nn.Module, token_ids: Tensor) -> Any:
+    """Call a causal LM on ``token_ids [B, T]``: no cache and no logits but the last, where the signature lets us say so."""
+    parameters = inspect.signature(_original_forward(model)).parameters
+    extra = {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in parameters}
+    return model(token_ids, **extra)
+
+
+def _original_forward(model: nn.Module) -> Callable[..., Any]:
+    return getattr(model.forward, "_torchdynamo_orig_callable", model.forward)
+
+
+def _texts(data: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    texts = [data] if isinstance(data, Tensor) else list(data)
+    if not texts:
+        raise CalibrationError("calibration needs at least one text; got none")
+    out = []
+    for i, text in enumerate(texts):
+        if not isinstance(text, Tensor) or text.dtype not in (torch.int32, torch.int64) or text.dim() not in (1, 2):
+            found = f"{text.dtype} of {text.dim()} dims" if isinstance(text, Tensor) else type(text).__name__
+            raise CalibrationError(f"text {i}: expected integer token ids [T] or [B, T], found {found}")
+        text = text if text.dim() == 2 else text[None]
+        if text.shape[1] < 2:
+            raise CalibrationError(f"text {i}: expected at least 2 tokens, found {text.shape[1]}: nothing to rank by")
+        out.append(text)
+    return out
+
+
+def calibrate(
+    model: nn.Module,
+    data: Tensor | Iterable[Tensor],
+    *,
+    n_tip: int | None = None,
+    method: str = "score_variance",
+    fc_format: str = "int4",
+    reduction: str = "static",
+    budget: Budget | None = None,
+    forward: Callable[[nn.Module, Tensor], Any] | None = None,
+    progress: bool = True,
+) -> FCProfile:
+    """Rank the frequency chunks of every attention of ``model`` and make a profile.
+
+    ``data``: token ids, ``[T]`` or ``[B, T]`` (no padding), or several of them; one text of a few thousand tokens is enough.
+    ``n_tip``: dominant FCs per KV head; by default half of them. ``method``: ``score_variance``, ``contextual_agreement`` or
+    ``greedy_mass``. ``fc_format``: how the packed FC cache stores keys. ``forward(model, token_ids)``: how to call a model
+    that does not take ``model(token_ids)``; a prefill of the whole text, with or without a cache.
+
+    The model runs once per text, through ``torch.compile`` with a backend that only looks. Raises ``CalibrationError`` when
+    no attention with a rotary embedding is found, or q or k hold values that no statistic can be made of.
+    """
+    texts = _texts(data)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    observer = _Observer(device)
+    call = forward or _forward
+    own = model.__dict__.get("forward")
+    if own is not None:
+        model.forward = _original_forward(model)  # type: ignore[method-assign]
+    try:
+        watched = torch.compile(model, backend=observer, dynamic=False)
+        with torch.no_grad():
+            for text in _progress(texts, progress):
+                call(watched, text.to(device))  # type: ignore[arg-type]
+    finally:
+        if own is not None:
+            model.forward = own  # type: ignore[method-assign]
+    if not observer.stats:
+        reasons = sorted({f"{s.layer or 'attention'} at {s.source}: {s.reason}" for s in observer.refused})
+        found = "; ".join(reasons[:4]) if reasons else "the traced graphs hold no attention"
+        raise CalibrationError(f"nothing to calibrate: no attention with a proven rotary embedding ({found})")
+    layers: list[LayerProfile] = []
+    for name, stats in _progress(list(observer.stats.items()), progress and method != "score_variance"):
+        count = n_tip if n_tip is not None else max(1, len(stats.rope.pairs) // 2)
+        layers.append(stats.layer_profile(name, count, method, reduction))
+    return FCProfile(
+        layers=tuple(layers),
+        budget=budget or Budget(),
+        fc_format=fc_format,
+        reduction=reduction,
+        method=method,
+        model=ModelFacts(type(model).__name__, weights_fingerprint(model), len(layers), {}),
+        data={
+            "tokens": sum(t.numel() for t in texts),
+            "lengths": sorted({t.shape[1] for t in texts}),
+            "fingerprint": data_fingerprint(texts[0] if len(texts) == 1 else torch.cat([t.reshape(-1) for t in texts])),
+        },
+    )
+
+
+def _progress(items: Sequence[Any], show: bool) -> Iterable[Any]:
+    if not show or len(items) < 2:
+        return items
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        return items
+    return tqdm(items, desc="calibrating", leave=False)

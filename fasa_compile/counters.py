@@ -1,0 +1,50 @@
+"""Process-wide counters: what the backend saw and did. ``stats()`` reads them, tests assert on them."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+_lock = threading.Lock()
+_NAMES = (
+    "graphs",  # graphs Dynamo handed to the backend
+    "decode_graphs",  # of these, graphs with an attention that has one query per sequence
+    "sites",  # attention nodes found, matched or not
+    "rewritten_sites",  # attention nodes replaced by a sparse decode
+    "sparse_steps",  # calls of a graph with at least one rewritten site
+    "dense_steps",  # calls of a graph that has attention and no rewritten site
+    "state_rebuilds",  # packed FC caches made anew from K, one per layer and event
+)
+_counts: Counter[str] = Counter()
+_declined: Counter[str] = Counter()
+
+
+def count(name: str, by: int = 1) -> None:
+    """Add to one of the counters above."""
+    with _lock:
+        _counts[name] += by
+
+
+def decline(reason: str) -> None:
+    """Count one attention site left as it was, by its reason (see ``plan.WHY_DENSE`` and ``sites.REASONS``)."""
+    with _lock:
+        _declined[reason] += 1
+
+
+def stats() -> dict[str, Any]:
+    """Counters since the last ``reset_stats()``.
+
+    Keys: ``graphs``, ``decode_graphs``, ``sites``, ``rewritten_sites``, ``sparse_steps``, ``dense_steps``, ``state_rebuilds``
+    (ints) and ``declined`` (reason -> number of attention sites). Every attention site that was found is either in
+    ``rewritten_sites`` or in ``declined``: ``sites == rewritten_sites + sum(declined.values())``.
+    """
+    with _lock:
+        return {**{name: _counts[name] for name in _NAMES}, "declined": dict(_declined)}
+
+
+def reset_stats() -> None:
+    """Set every counter to zero."""
+    with _lock:
+        _counts.clear()
+        _declined.clear()

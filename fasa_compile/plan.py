@@ -1,0 +1,190 @@
+"""Plan: attention sites + profile + shapes -> one decision per site. Pure data; nothing is edited and nothing runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from fasa_compile.errors import ProfileError
+from fasa_compile.profiles.schema import Budget, FCProfile, LayerProfile, check_layer
+from fasa_compile.sites import AttentionSite, NoMatch
+from fasa_compile.triton_kernels.formats import FCFormat, bytes_per_token
+
+#: Why a matched attention stays dense. Keys are stable; with ``sites.REASONS`` they are all the reasons there are.
+WHY_DENSE: dict[str, str] = {
+    "prefill": "more than one query per sequence: prefill and verification steps stay dense",
+    "no-cache": "no cached keys: there is nothing to select from",
+    "within-budget": "the cache holds no more tokens than the budget, so dense attention reads as little",
+    "profile-dense": "the profile says that this layer stays dense",
+    "requires-grad": "gradients are being recorded",
+    "dtype": "queries, keys and values are not all float32, float16 or bfloat16 on one device",
+    "not-expressible": "a tensor that the rewrite needs is not available where the attention stands",
+    "kernel-failed": "the GPU kernel could not be built or run for these shapes (kept as the detail)",
+    "capture-failed": "the graph could not be traced functionally (kept as the detail)",
+    "rewrite-failed": "rewriting this graph raised an error (kept as the detail); the graph was left untouched",
+}
+
+#: How the packed FC cache of a site is kept: in step with the model's own cache write, made anew from K in every step, or
+#: not at all (scores are taken from K itself).
+StateKind = Literal["packed", "repacked", "none"]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of one attention site."""
+
+    site: AttentionSite | NoMatch
+    action: Literal["sparse", "dense"]
+    reason: str = ""  # a key of WHY_DENSE or sites.REASONS where the action is "dense"
+    detail: str = ""
+    state: StateKind = "none"
+    profile: LayerProfile | None = None
+    budget: Budget | None = None
+    fc_format: FCFormat = "fp32"
+    reduction: str = "softmax_sum"
+    dense_bytes: int = 0  # of K and V read per decode step at full cache, dense
+    sparse_bytes: int = 0  # the same, sparse: packed FC cache + selected K and V rows
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Decisions for one graph, in the order of its attention nodes."""
+
+    decisions: tuple[Decision, ...]
+    decode: bool  # whether some attention of the graph has one query per sequence and cached keys
+
+    @property
+    def sparse(self) -> tuple[Decision, ...]:
+        return tuple(d for d in self.decisions if d.action == "sparse")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the user asked for: a profile (or every FC) and budget overrides."""
+
+    profile: FCProfile | Literal["all"]
+    overrides: dict[str, int] = field(default_factory=dict)
+
+    def budget_for(self, layer: LayerProfile | None) -> Budget:
+        base = Budget() if self.profile == "all" else self.profile.budget
+        if layer is not None and layer.n_fac is not None:
+            base = base.replace(n_fac=layer.n_fac)
+        return base.replace(**self.overrides)
+
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def is_one(size: Any) -> bool:
+    """Whether a size is statically known to be 1 (a symbolic size is not)."""
+    return isinstance(size, int) and size == 1
+
+
+def hint(size: Any) -> int:
+    """A size as a number: the example's value where it is symbolic. For reports only, never for decisions."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint or 0)
+
+
+def _wants_decode(site: AttentionSite) -> bool:
+    return is_one(site.shape[3]) and site.cache.kind != "none"
+
+
+def _sliced(site: AttentionSite) -> bool:
+    return any("slice" in op.name() for op, _ in site.cache.k_steps)
+
+
+def _state_kind(site: AttentionSite, data: bool) -> StateKind:
+    if not data:
+        return "none"
+    cache = site.cache
+    kept = (
+        cache.kind == "static"
+        and cache.k_input is not None
+        and cache.slots is not None
+        and not cache.rewritten_later
+        and not _sliced(site)
+    )
+    return "packed" if kept else "repacked"
+
+
+def _read_bytes(site: AttentionSite, itemsize: int, budget: Budget, fc_bytes: int) -> tuple[int, int]:
+    B, _, Hkv, _, L, D, Dv = (hint(s) for s in site.shape)
+    row = (D + Dv) * itemsize
+    return B * Hkv * L * row, B * Hkv * (L * fc_bytes + min(budget.n_fac, L) * row)
+
+
+def _decide(site: AttentionSite | NoMatch, policy: Policy, *, grad: bool) -> Decision:
+    if isinstance(site, NoMatch):
+        return Decision(site, "dense", site.reason, site.detail)
+    if not is_one(site.shape[3]):
+        return Decision(site, "dense", "prefill")
+    if site.cache.kind == "none":
+        return Decision(site, "dense", "no-cache")
+    if grad:
+        return Decision(site, "dense", "requires-grad")
+    tensors = [e.node.meta["val"] for e in (site.q, site.k, site.v)]
+    if any(t.dtype not in _FLOATS for t in tensors) or len({t.device for t in tensors}) > 1:
+        found = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
+        return Decision(site, "dense", "dtype", f"found q, k, v: {found}")
+    B, Hq, Hkv, _, L, D, _ = site.shape
+    layer: LayerProfile | None = None
+    itemsize = tensors[1].dtype.itemsize
+    if policy.profile == "all":
+        fmt, reduction, fc_bytes = "fp32", "softmax_sum", hint(D) * itemsize
+    else:
+        layer = policy.profile.by_layer(site.layer)
+        if layer is None:
+            known = ", ".join(p.layer for p in policy.profile.layers[:3])
+            raise ProfileError(
+                f"attention layer {site.layer!r} ({site.source}) is not in the profile, which has {len(policy.profile.layers)} "
+                f"layers ({known}, ...): the profile belongs to another model; calibrate one for this model"
+            )
+        check_layer(layer, site.layer, Hq, Hkv, D, site.rope)
+        fmt, reduction = policy.profile.fc_format, policy.profile.reduction
+        fc_bytes = bytes_per_token(2 * layer.n_tip, fmt)
+    budget = policy.budget_for(layer)
+    dense_bytes, sparse_bytes = _read_bytes(site, itemsize, budget, fc_bytes)
+    decision = Decision(
+        site,
+        "sparse",
+        state=_state_kind(site, layer is not None),
+        profile=layer,
+        budget=budget,
+        fc_format=fmt,
+        reduction=reduction,
+        dense_bytes=dense_bytes,
+        sparse_bytes=sparse_bytes,
+    )
+    if layer is not None and layer.dense:
+        return _dense(decision, "profile-dense")
+    if isinstance(L, int) and budget.n_fac >= L:
+        return _dense(decision, "within-budget", f"{L} tokens of cache, n_fac {budget.n_fac}")
+    return decision
+
+
+def _dense(decision: Decision, reason: str, detail: str = "") -> Decision:
+    return Decision(
+        decision.site, "dense", reason, detail, budget=decision.budget, dense_bytes=decision.dense_bytes, sparse_bytes=decision.dense_bytes
+    )
+
+
+def demote(plan: Plan, index: int, reason: str, detail: str) -> Plan:
+    """The same plan with the decision of attention ``index`` turned dense."""
+    changed = tuple(_dense(d, reason, detail) if d.site.index == index else d for d in plan.decisions)
+    return Plan(changed, plan.decode)
+
+
+def plan(sites: Sequence[AttentionSite | NoMatch], policy: Policy, *, grad: bool) -> Plan:
+    """Decide for each attention of a graph whether it decodes sparsely, with what budget and state.
+
+    ``grad``: whether gradients are recorded for the graph's inputs. Raises ``ProfileError`` where a decode site has no entry
+    in the profile or contradicts it: a profile of another model must never be used in part.
+    """
+    decisions = tuple(_decide(site, policy, grad=grad) for site in sites)
+    decode = any(isinstance(s, AttentionSite) and _wants_decode(s) for s in sites)
+    return Plan(decisions, decode)

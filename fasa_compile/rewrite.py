@@ -1,0 +1,267 @@
+"""Rewrite: plan -> an edited copy of the Dynamo graph. The graph that Dynamo made is never touched.
+
+A site's attention call is replaced by one sparse decode that reads the model's own cache before any repetition of KV heads.
+On a GPU the replacement is a custom operator (Triton kernels); elsewhere it is the plain-torch reference, which the inner
+compiler traces and fuses like the rest of the model. What the sparse decode needs beside the model's tensors (the packed FC
+cache and the layer's profile) enters as extra graph inputs after Dynamo's own, bound by ``runtime``.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+from torch._dynamo.source import ConstantSource
+
+from fasa_compile.capture import Shadow, may_write
+from fasa_compile.plan import Decision, Plan
+from fasa_compile.sites import AttentionSite, Expr
+from fasa_compile.triton_kernels import ops, reference
+from fasa_compile.triton_kernels.formats import fc_cache_spec
+
+
+class NotExpressible(Exception):
+    """A value of the shadow cannot be written as nodes of the Dynamo graph at the place where it is needed."""
+
+
+@dataclass(frozen=True)
+class ExtraInput:
+    """One graph input that the runtime supplies: a constant of the profile, or state of the packed FC cache."""
+
+    decision: Decision
+    role: Literal["dims", "centre", "spread", "norm", "data", "meta", "hint"]
+    fake: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """An edited copy of the Dynamo graph and the inputs that it takes beyond Dynamo's."""
+
+    gm: fx.GraphModule
+    extra: tuple[ExtraInput, ...]
+
+
+#: ATen operators that a K or V chain may consist of when it has to be written out anew: they copy nothing.
+_VIEWS = {
+    torch.ops.aten.view.default,
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.squeeze.dim,
+    torch.ops.aten.squeeze.default,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.select.int,
+    torch.ops.aten.expand.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.split.Tensor,
+    torch.ops.aten.split_with_sizes.default,
+    torch.ops.aten.unbind.int,
+}
+
+
+def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """A deep copy that keeps what Dynamo hangs on the original and ``copy.deepcopy`` drops.
+
+    Without the placeholders' sources and the parameter names all parameters would count as changing inputs, and CUDA graphs
+    would be recorded again for every call.
+    """
+    twin = copy.deepcopy(gm)
+    for name in ("_param_name_to_source", "_dynamo_source"):
+        if hasattr(gm, name):
+            setattr(twin, name, getattr(gm, name))
+    twin.meta.update(gm.meta)
+    for old, new in zip(gm.graph.nodes, twin.graph.nodes, strict=True):
+        assert old.name == new.name, f"copying the graph renamed {old.name} to {new.name}"
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+        new.meta.update(old.meta)
+    return twin
+
+
+class Emitter:
+    """Writes values of the shadow as nodes of the copied Dynamo graph, in front of one node of it."""
+
+    def __init__(self, shadow: Shadow, twin: fx.GraphModule) -> None:
+        self.shadow = shadow
+        self.graph = twin.graph
+        self.nodes = {node.name: node for node in twin.graph.nodes}
+        self._done: dict[tuple[str, fx.Node], fx.Node] = {}
+
+    def node(self, value: fx.Node, at: str, *, views_only: bool) -> fx.Node:
+        """A node holding ``value`` when ``at`` begins: one that exists, or else ``value``'s own computation written out.
+
+        ``views_only`` refuses to write out anything that would copy a tensor (for K and V: a copy of the cache).
+        """
+        holder = self.shadow.holder(value, at)
+        if holder is not None:
+            return self.nodes[holder]
+        if (at, value) in self._done:
+            return self._done[at, value]
+        if value.op != "call_function":
+            raise NotExpressible(f"{value.name} ({value.op}) is held by no tensor of the graph at {at}")
+        if views_only and value.target not in _VIEWS and "getitem" not in str(value.target):
+            raise NotExpressible(f"{value.name} ({value.target}) would have to be computed a second time at {at}")
+        arguments = fx.map_arg(value.args, lambda a: self.node(a, at, views_only=views_only))
+        keywords = fx.map_arg(value.kwargs, lambda a: self.node(a, at, views_only=views_only))
+        made = self._insert(at, value.target, arguments, keywords, value.meta.get("val"))
+        self._done[at, value] = made
+        return made
+
+    def expr(self, expr: Expr, at: str, *, views_only: bool = False) -> fx.Node:
+        return self.steps(self.node(expr.node, at, views_only=views_only), expr.steps, at)
+
+    def steps(self, node: fx.Node, steps: tuple[tuple[Any, tuple[Any, ...]], ...], at: str) -> fx.Node:
+        for op, arguments in steps:
+            node = self._insert(at, op, (node, *arguments), {}, None)
+        return node
+
+    def length(self, k: fx.Node, size: Any, at: str) -> Any:
+        """The number of cached tokens as an argument: the number itself, or a node where the graph is dynamic in it."""
+        return size if isinstance(size, int) else self.call(at, torch.ops.aten.sym_size.int, (k, 2))
+
+    def call(self, at: str, target: Callable[..., Any], arguments: tuple[Any, ...], **keywords: Any) -> fx.Node:
+        return self._insert(at, target, arguments, keywords, None)
+
+    def _insert(self, at: str, target: Any, arguments: Any, keywords: Any, example: Any) -> fx.Node:
+        place = self.nodes[at]
+        with self.graph.inserting_before(place):
+            made = self.graph.call_function(target, arguments, keywords)
+        for key in ("nn_module_stack", "stack_trace", "source_fn_stack"):
+            if key in place.meta:
+                made.meta[key] = place.meta[key]
+        if isinstance(example, torch.Tensor):
+            made.meta["example_value"] = example
+        return made
+
+
+def _add_input(twin: fx.GraphModule, name: str, fake: torch.Tensor) -> fx.Node:
+    last = list(twin.graph.find_nodes(op="placeholder"))[-1]
+    with twin.graph.inserting_after(last):
+        node = twin.graph.placeholder(name)
+    node.meta["example_value"] = fake
+    # The address never changes between calls on one cache; "unguarded" lets CUDA graphs rely on it, and look again if it does.
+    node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+    node._dynamo_source = ConstantSource(name)  # type: ignore[attr-defined]
+    return node
+
+
+def _erase_dead(node: fx.Node) -> None:
+    """Remove a node that lost its last user, and what only it used: repeated K and V would cost a copy of the cache.
+
+    Unlike ``eliminate_dead_code`` this never reaches a cache write: writes are reached through users, not through inputs.
+    """
+    stack = [node]
+    while stack:
+        dead = stack.pop()
+        if dead.users or dead.op not in ("call_function", "call_method") or may_write(dead):
+            continue
+        inputs = list(dead.all_input_nodes)
+        dead.graph.erase_node(dead)
+        stack.extend(inputs)
+
+
+def _fake(shadow: Shadow, shape: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    mode = shadow.inputs[0].meta["val"].fake_mode
+    with mode:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _extra_inputs(shadow: Shadow, decision: Decision) -> list[ExtraInput]:
+    site, layer = decision.site, decision.profile
+    assert isinstance(site, AttentionSite)
+    if layer is None:
+        return []
+    key = site.k.node.meta["val"]
+    B, Hq, Hkv, _, L, _, _ = site.shape
+    width = 2 * layer.n_tip
+
+    def constant(role: Any, shape: tuple[Any, ...], dtype: torch.dtype) -> ExtraInput:
+        return ExtraInput(decision, role, _fake(shadow, shape, dtype, key.device))
+
+    extra = [
+        constant("dims", (Hkv, width), torch.int32),
+        constant("centre", (Hkv, width), torch.float32),
+        constant("spread", (Hkv, width), torch.float32),
+        constant("norm", (Hq,), torch.float32),
+    ]
+    if decision.state == "packed":
+        for role, (shape, dtype) in zip(("data", "meta"), fc_cache_spec(B, Hkv, L, width, decision.fc_format), strict=True):
+            extra.append(constant(role, shape, dtype))
+    return extra
+
+
+def _emit_site(emit: Emitter, decision: Decision, inputs: dict[str, fx.Node], bounds: dict[Any, fx.Node]) -> None:
+    site, budget, layer = decision.site, decision.budget, decision.profile
+    assert isinstance(site, AttentionSite) and budget is not None
+    at = site.output
+    gpu = site.k.node.meta["val"].device.type == "cuda"
+    kernels: Any = ops if gpu else reference
+    q = emit.expr(site.q, at)
+    k = emit.expr(site.k, at, views_only=True)
+    v = emit.expr(site.v, at, views_only=True)
+    mask = emit.expr(site.mask, at) if site.mask is not None else None
+    sinks = emit.expr(site.sinks, at) if site.sinks is not None else None
+    constants = tuple(inputs.get(role) for role in ("dims", "centre", "spread"))
+    fmt = decision.fc_format
+    data, meta = inputs.get("data"), inputs.get("meta")
+    if decision.state == "packed":
+        assert site.cache.slots is not None
+        slots = emit.expr(site.cache.slots, at)
+        emit.call(at, kernels.pack_rows_, (data, meta, k, slots, *constants, fmt))
+    elif decision.state == "repacked":
+        packed = emit.call(at, kernels.pack, (k, *constants, fmt))
+        data, meta = emit.call(at, operator.getitem, (packed, 0)), emit.call(at, operator.getitem, (packed, 1))
+    key = (site.mask, site.shape[4]) if site.mask is not None else None
+    limits = None
+    if mask is not None:
+        if key not in bounds:
+            bounds[key] = emit.call(at, kernels.mask_bounds, (mask, emit.length(k, site.shape[4], at)))
+        limits = bounds[key]
+    result = emit.call(
+        at,
+        kernels.sparse_decode,
+        (q, k, v, data, meta, *constants, inputs.get("norm"), mask, limits),
+        scale=site.scale,
+        n_fac=budget.n_fac,
+        n_sink=budget.n_sink,
+        n_recent=budget.n_recent,
+        softcap=site.softcap,
+        sinks=sinks,
+        fmt=fmt,
+        reduction=decision.reduction if layer is not None else "softmax_sum",
+    )
+    result = emit.steps(result, site.output_steps, at)
+    old = emit.nodes[at]
+    old.replace_all_uses_with(result)
+    _erase_dead(old)
+
+
+def rewrite(shadow: Shadow, plan: Plan) -> Rewritten:
+    """Replace every sparse decision's attention in a copy of the Dynamo graph.
+
+    Raises ``NotExpressible`` with the site's index as second argument where a site's tensors cannot be named at its place;
+    the caller turns that one decision dense and starts again from the untouched graph.
+    """
+    twin = copy_graph(shadow.dynamo)
+    emit = Emitter(shadow, twin)
+    extra: list[ExtraInput] = []
+    bounds: dict[Any, fx.Node] = {}
+    for decision in plan.sparse:
+        inputs: dict[str, fx.Node] = {}
+        for item in _extra_inputs(shadow, decision):
+            inputs[item.role] = _add_input(twin, f"fasa_{decision.site.index}_{item.role}", item.fake)
+            extra.append(item)
+        try:
+            _emit_site(emit, decision, inputs, bounds)
+        except NotExpressible as problem:
+            raise NotExpressible(str(problem), decision.site.index) from None
+    twin.graph.lint()
+    twin.recompile()
+    return Rewritten(twin, tuple(extra))

@@ -1,0 +1,188 @@
+"""Runtime: binds what a rewritten graph needs beside the model's tensors, and calls it. The one room that holds state.
+
+The packed FC cache is a cache of the model's K cache, so the question is always whether it still is one. PyTorch counts the
+writes to a tensor (``Tensor._version``), through views too. A packed cache carries the count at which it agreed with K; if K
+is another tensor now, or has been written since by anybody but the graph that keeps the two in step, it is made anew from K
+before the step. Where PyTorch does not count (tensors made in inference mode, the user's own CUDA-graph capture) it is made
+anew every time. Packed caches are kept per K tensor, so that two caches used in turn do not evict each other, and die with it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fasa_compile.counters import count
+from fasa_compile.plan import Decision
+from fasa_compile.rewrite import ExtraInput
+from fasa_compile.sites import AttentionSite
+from fasa_compile.triton_kernels import ops
+from fasa_compile.triton_kernels.formats import fc_cache_spec
+
+_UNTRACKED = -1  # no write count can vouch for this packed cache: make it anew every step
+
+
+@dataclass
+class PackedCache:
+    """The packed FC cache of one K tensor for one layer's profile."""
+
+    key: weakref.ref[torch.Tensor]  # the K tensor it belongs to
+    data: torch.Tensor
+    meta: torch.Tensor
+    version: int = _UNTRACKED  # K._version at which data and meta agreed with K
+    frozen: bool = False  # K may change without being counted: never trust ``version`` again
+
+    def agrees(self, k: torch.Tensor) -> bool:
+        return self.key() is k and not self.frozen and self.version == k._version
+
+
+class _Keeper:
+    """Keeps the packed caches of one site in step with whatever K tensors the site is called with."""
+
+    def __init__(self, decision: Decision, constants: dict[str, torch.Tensor], k_input: int) -> None:
+        self.decision = decision
+        self.constants = constants
+        self.k_input = k_input
+        self.current: PackedCache | None = None
+        self.caches: dict[int, PackedCache] = {}
+
+    def _canonical(self, k: torch.Tensor) -> torch.Tensor:
+        site = self.decision.site
+        assert isinstance(site, AttentionSite)
+        for op, arguments in site.cache.k_steps:
+            k = op(k, *arguments)
+        return k  # [B, Hkv, L, D]
+
+    def _forget(self, key: int) -> Callable[[Any], None]:
+        own = weakref.ref(self)
+
+        def drop(_: Any) -> None:
+            keeper = own()
+            if keeper is not None:
+                gone = keeper.caches.pop(key, None)
+                if keeper.current is gone:
+                    keeper.current = None
+
+        return drop
+
+    def _allocate(self, k: torch.Tensor) -> PackedCache:
+        B, Hkv, L, _ = self._canonical(k).shape
+        width = self.constants["dims"].shape[1]
+        spec = fc_cache_spec(B, Hkv, L, width, self.decision.fc_format)
+        with torch.inference_mode(False):
+            data, meta = (torch.empty(shape, dtype=dtype, device=k.device) for shape, dtype in spec)
+        packed = PackedCache(weakref.ref(k, self._forget(id(k))), data, meta, frozen=k.is_inference())
+        self.caches[id(k)] = packed
+        return packed
+
+    def refresh(self, k: torch.Tensor, *, capturing: bool) -> PackedCache:
+        """The packed cache of ``k``, made anew from it."""
+        canonical = self._canonical(k)
+        packed = self.caches.get(id(k))
+        stale = packed is None or packed.key() is not k or packed.data.device != k.device
+        if packed is None or stale or packed.data.shape[:3] != canonical.shape[:3]:
+            packed = self._allocate(k)
+        packed.frozen |= capturing
+        c = self.constants
+        with torch.no_grad():
+            data, meta = ops.pack(canonical, c["dims"], c["centre"], c["spread"], self.decision.fc_format)
+            packed.data.copy_(data)
+            packed.meta.copy_(meta)
+        count("state_rebuilds")
+        self.current = packed
+        return packed
+
+
+class Runtime:
+    """What a backend returns to Dynamo for a rewritten graph: called with the graph's inputs, returns its outputs.
+
+    One step at a time runs under a lock, since the step reads and writes the packed caches. After an exception they count as
+    unknown and are made anew from K.
+    """
+
+    def __init__(self, compiled: Callable[..., Any], extra: Sequence[ExtraInput]) -> None:
+        self._compiled = compiled
+        self._lock = threading.Lock()
+        self._keepers: list[_Keeper] = []
+        self._fixed: list[torch.Tensor | None] = []  # extra inputs that never change; None where a keeper supplies it
+        self._supplied: list[tuple[int, int]] = []  # positions of a keeper's data and meta among the extra inputs
+        self._cuda = any(item.fake.is_cuda for item in extra)
+        constants: dict[int, dict[str, torch.Tensor]] = {}
+        for position, item in enumerate(extra):
+            decision, site = item.decision, item.decision.site
+            assert isinstance(site, AttentionSite)
+            if item.role == "data":
+                assert site.cache.k_input is not None
+                self._keepers.append(_Keeper(decision, constants[site.index], site.cache.k_input))
+                self._supplied.append((position, position + 1))
+                self._fixed.append(None)
+            elif item.role == "meta":
+                self._fixed.append(None)
+            else:
+                value = profile_constant(decision, item.role).to(item.fake.device)
+                constants.setdefault(site.index, {})[item.role] = value
+                self._fixed.append(value)
+
+    def __call__(self, *arguments: Any) -> Any:
+        with self._lock:
+            extra = self._fixed.copy()
+            capturing = self._cuda and torch.cuda.is_current_stream_capturing()
+            for keeper, (data, meta) in zip(self._keepers, self._supplied, strict=True):
+                k = arguments[keeper.k_input]
+                packed = keeper.current
+                if packed is None or capturing or not packed.agrees(k):
+                    packed = keeper.caches.get(id(k))
+                    if packed is None or capturing or not packed.agrees(k):
+                        packed = keeper.refresh(k, capturing=capturing)
+                    keeper.current = packed
+                extra[data] = packed.data
+                extra[meta] = packed.meta
+            try:
+                result = self._compiled(*arguments, *extra)
+            except BaseException:
+                self._distrust()
+                raise
+            for keeper in self._keepers:
+                packed = keeper.current
+                if packed is not None and not packed.frozen:
+                    packed.version = arguments[keeper.k_input]._version
+            count("sparse_steps")
+            return result
+
+    def _distrust(self) -> None:
+        for keeper in self._keepers:
+            for packed in keeper.caches.values():
+                packed.version = _UNTRACKED
+
+    def invalidate(self) -> None:
+        """Have every packed cache made anew from K in the next step."""
+        with self._lock:
+            self._distrust()
+
+
+def profile_constant(decision: Decision, role: str) -> torch.Tensor:
+    """One of a layer profile's tensors as the kernels take it: ``dims`` int32 ``[Hkv, W]``, ``centre`` and ``spread`` float32
+    ``[Hkv, W]``, ``norm`` float32 ``[Hq]``. A fresh tensor each time: two graph inputs must never share memory."""
+    layer = decision.profile
+    assert layer is not None
+    if role == "dims":
+        return layer.dims().clone()
+    if role == "norm":
+        return layer.norm.clone()
+    centre, spread = layer.gathered()
+    return (centre if role == "centre" else spread).clone()
+
+
+def counted(compiled: Callable[..., Any], counter: str) -> Callable[..., Any]:
+    """``compiled``, counting its calls."""
+
+    def call(*arguments: Any) -> Any:
+        count(counter)
+        return compiled(*arguments)
+
+    return call
