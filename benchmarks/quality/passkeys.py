@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from teacher_forced import Step, decode, like, prefill, restore
 from torch import Tensor
+
+from teacher_forced import Step, decode, like, prefill, restore
 
 CITIES = [
     "Bergen",
