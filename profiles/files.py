@@ -263,14 +263,14 @@ def build(document: Any, tensors: dict[str, Tensor] | None = None) -> schema.FCP
         ("schema_version", "model", "method", "fc_format", "reduction", "budget", "data", "stats", "layers"),
     )
     model = _keys(d["model"], "model", ("architecture", "weights_hash", "num_layers", "extra"))
-    budget = _keys(d["budget"], "budget", ("n_fac", "n_sink", "n_recent"))
+    tokens = _keys(d["budget"], "budget", ("n_fac", "n_sink", "n_recent"))
     layers = d["layers"]
     if not isinstance(layers, list) or not 1 <= len(layers) <= schema.MAX_LAYERS:
         raise FieldError("layers", f"a list of 1 to {schema.MAX_LAYERS} layers", shown(layers))
     with _under("model"):
         facts = schema.ModelFacts(**model)
     try:
-        budget = schema.Budget(**budget)
+        budget = schema.Budget(**tokens)
     except BudgetError as error:
         raise ProfileError(f"budget: {error}") from None
     return schema.FCProfile(
