@@ -288,7 +288,7 @@ class LayerStats:
         """int64 ``[Hkv, n_fc]``: FC indices of every KV head, best first; equals go by index.
 
         ``score_variance``        by ``energy``
-        ``contextual_agreement``  the paper's section 4.1: per query head, overlap of the ``top`` tokens by the FC's own q.k with
+        ``contextual_agreement``  arXiv 2602.03152: per query head, overlap of the ``top`` tokens by the FC's own q.k with
                                   those by the full q.k, mean over the sampled queries, summed over the query group
         ``greedy_mass``           adds the FC that most raises the attention mass that the group's ``top`` tokens hold, up to
                                   ``limit`` FCs, then by ``energy``; ``reduction`` is the group's (``max``, or else softmax-sum)
@@ -313,12 +313,18 @@ class LayerStats:
         by_energy = _best_first(self._pair_sum(self._dim_energy(half)))
         if method == "score_variance":
             return by_energy
-        samples = [_half_of(s, half) for s in self._samples]
-        centre = self.key_mean()
+        centre, pairs = self.key_mean(), self.rope.pairs
         if method == "contextual_agreement":
-            return _best_first(_agreement(samples, centre, self.rope.pairs, top))
-        steps = len(self.rope.pairs) if limit is None else min(limit, len(self.rope.pairs))
-        chosen = _greedy(samples, centre, self.rope.pairs, top, reduction, steps)  # [Hkv, steps]
+            return _best_first(
+                torch.stack([_agreement(_half_of(s, half), centre, pairs, top) for s in self._samples]).sum(0)
+            )
+        thin, texts = torch.Generator().manual_seed(0), len(self._samples)
+        samples = [
+            _half_of(s.thinned(max(GREEDY_QUERIES // texts, 2), max(GREEDY_KEYS // texts, 2 * SINKS), thin), half)
+            for s in self._samples
+        ]
+        steps = len(pairs) if limit is None else min(limit, len(pairs))
+        chosen = _greedy(samples, centre, pairs, top, reduction, steps)  # [Hkv, steps]
         rest = [
             [f for f in row if f not in set(head)]
             for row, head in zip(by_energy.tolist(), chosen.tolist(), strict=True)
@@ -427,25 +433,28 @@ def _full_scores(sample: _Sample, h: int, centre: Tensor) -> Tensor:
 
 def _top_mask(scores: Tensor, top: Tensor) -> Tensor:
     """bool like ``scores [..., nq, nk]``: the ``top[nq]`` largest of every row."""
-    indices = scores.topk(int(top.max()), dim=-1).indices
-    wanted = torch.arange(indices.shape[-1], device=top.device) < top[:, None]  # [nq, K]
+    most = int(top.max())
+    alike = bool((top == most).all())
+    indices = scores.topk(most, dim=-1, sorted=not alike).indices
     mask = torch.zeros_like(scores, dtype=torch.bool)
+    if alike:
+        return mask.scatter_(-1, indices, True)
+    wanted = torch.arange(most, device=top.device) < top[:, None]  # [nq, most]
     return mask.scatter_(-1, indices, wanted.expand_as(indices))
 
 
-def _agreement(samples: list[_Sample], centre: Tensor, pairs: tuple[tuple[int, int], ...], top: int) -> Tensor:
-    """float64 ``[Hkv, n_fc]``: contextual agreement (the paper's section 4.1), summed over the query group."""
+def _agreement(sample: _Sample, centre: Tensor, pairs: tuple[tuple[int, int], ...], top: int) -> Tensor:
+    """float64 ``[Hkv, n_fc]``: contextual agreement, summed over the text's sampled queries and the query group."""
     agreement = torch.zeros(len(centre), len(pairs), dtype=torch.float64, device=centre.device)
-    for sample in samples:
-        visible = sample.visible()
-        tops = sample.top(top, visible)
-        for h in range(len(centre)):
-            q, k = _grouped(sample, h, centre)
-            full = _top_mask(_full_scores(sample, h, centre), tops)  # [G, nq, nk]
-            for f, pair in enumerate(pairs):
-                partial = (q[..., pair] @ k[:, pair].T).masked_fill(~visible, -math.inf)
-                both = (_top_mask(partial, tops) & full).sum(-1) / tops  # [G, nq]
-                agreement[h, f] += both.double().sum()
+    hidden = ~sample.visible()
+    tops = sample.top(top, ~hidden)
+    for h in range(len(centre)):
+        q, k = _grouped(sample, h, centre)
+        full = _top_mask(_full_scores(sample, h, centre), tops)  # [G, nq, nk]
+        for f, pair in enumerate(pairs):
+            partial = (q[..., pair] @ k[:, pair].T).masked_fill_(hidden, -math.inf)
+            both = (_top_mask(partial, tops) & full).sum(-1) / tops  # [G, nq]
+            agreement[h, f] = both.sum(dtype=torch.float64)
     return agreement
 
 
@@ -456,9 +465,6 @@ def _greedy(
 
     The mass of forced tokens (sinks, recent ones) is left out, and so are they: a selection has them anyway.
     """
-    thin = torch.Generator().manual_seed(0)
-    n = max(len(samples), 1)
-    samples = [s.thinned(max(GREEDY_QUERIES // n, 1), max(GREEDY_KEYS // n, 2 * SINKS), thin) for s in samples]
     chosen = torch.empty(len(centre), steps, dtype=torch.int64, device=centre.device)
     for h in range(len(centre)):
         texts = [_GreedyText(s, h, centre, pairs, top) for s in samples]
@@ -468,7 +474,7 @@ def _greedy(
             best = left.pop(int(gain.argmax()))
             chosen[h, step] = best
             for text in texts:
-                text.add(best)
+                text.sum += text.partial[best]
     return chosen
 
 
@@ -489,18 +495,12 @@ class _GreedyText:
 
     def mass(self, candidates: list[int], reduction: str) -> Tensor:
         """float64 ``[candidates]``: mass held by the top tokens, summed over queries and the group."""
-        masses = []
-        for f in candidates:
-            scores = self.sum + self.partial[f]  # [G, nq, nk]
-            # A head counts by its softmax over all that it sees, the forced tokens too.
-            heads = scores - (scores + self.weights).logsumexp(-1, keepdim=True)
-            group = heads.amax(0) if reduction == "max" else heads.logsumexp(0)
-            kept = _top_mask(group.masked_fill(~self.eligible, -math.inf), self.top)
-            masses.append((self.true * kept).sum(dtype=torch.float64))
-        return torch.stack(masses)
-
-    def add(self, f: int) -> None:
-        self.sum = self.sum + self.partial[f]
+        scores = self.sum + self.partial[candidates]  # [candidates, G, nq, nk]
+        # A head counts by its softmax over all that it sees, the forced tokens too.
+        heads = scores - (scores + self.weights).logsumexp(-1, keepdim=True)
+        group = heads.amax(1) if reduction == "max" else heads.logsumexp(1)
+        kept = _top_mask(group.masked_fill_(~self.eligible, -math.inf), self.top)  # [candidates, nq, nk]
+        return (self.true * kept).sum((1, 2), dtype=torch.float64)
 
 
 def _norm(samples: list[_Sample], centre: Tensor, dims: Tensor) -> Tensor:
