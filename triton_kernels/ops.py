@@ -1,0 +1,186 @@
+"""The kernels as PyTorch operators (namespace ``fasa``), for graphs: Triton on CUDA, the plain-torch reference on CPU.
+
+Importing this module registers them. Arguments, shapes and errors are those of the functions of ``reference`` with the
+same names; what is added here:
+
+- ``version``: pass ``KERNEL_VERSION`` as a literal. Compile caches are keyed by a graph's ops and literals, not by the body
+  of an op, so this is what makes them notice a changed kernel.
+- ``sparse_decode`` takes ``slots``: when given, these rows of ``data`` and ``meta`` are refreshed from ``k`` first, as
+  ``pack_rows_`` would. It also takes ``hint``, per-site state for speed (``sparse_decode_state``): whatever it holds, the same
+  tokens are selected; what it holds afterwards makes the next step's selection cheap.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .formats import fc_cache_spec
+
+#: Raise it with every change of what a kernel computes or of how it is called.
+KERNEL_VERSION = 1
+
+#: Columns of ``hint``: the key above which a token is a candidate, and how far below the last threshold that is (nats).
+HINT_COLUMNS = 2
+
+_LIBRARY = torch.library.Library("fasa", "DEF")
+
+_LIBRARY.define(
+    "pack(Tensor k, Tensor dims, Tensor centre, Tensor spread, str fmt, int version) -> (Tensor, Tensor)",
+)
+_LIBRARY.define(
+    "pack_rows_(Tensor(a!) data, Tensor(b!) meta, Tensor k, Tensor slots, Tensor dims, Tensor centre, Tensor spread, "
+    "str fmt, int version) -> ()",
+)
+_LIBRARY.define("mask_bounds(Tensor mask, SymInt L, int version) -> Tensor")
+_LIBRARY.define(
+    "sparse_decode(Tensor q, Tensor k, Tensor v, Tensor(a!)? data, Tensor(b!)? meta, Tensor? dims, Tensor? centre, "
+    "Tensor? spread, Tensor? norm, Tensor? mask, Tensor? bounds, Tensor? slots, Tensor(c!)? hint, *, float scale, int n_fac, "
+    "int n_sink, int n_recent, float softcap, Tensor? sinks, str fmt, str reduction, int version) -> Tensor",
+)
+_LIBRARY.define(
+    "dense_decode(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bounds, *, float scale, float softcap, Tensor? sinks, "
+    "int version) -> Tensor",
+)
+
+
+def sparse_decode_state(B: Any, Hkv: Any) -> tuple[tuple[Any, ...], torch.dtype]:
+    """Shape and dtype of ``sparse_decode``'s ``hint``. Allocate it with zeros, or anything else; one for each site."""
+    return (B, Hkv, HINT_COLUMNS), torch.float32
+
+
+def _pack(k: Tensor, dims: Tensor, centre: Tensor, spread: Tensor, fmt: str, version: int) -> tuple[Tensor, Tensor]:
+    return reference.pack(k, dims, centre, spread, fmt)
+
+
+def _pack_rows_(
+    data: Tensor,
+    meta: Tensor,
+    k: Tensor,
+    slots: Tensor,
+    dims: Tensor,
+    centre: Tensor,
+    spread: Tensor,
+    fmt: str,
+    version: int,
+) -> None:
+    reference.pack_rows_(data, meta, k, slots, dims, centre, spread, fmt)
+
+
+def _mask_bounds(mask: Tensor, L: int, version: int) -> Tensor:
+    return reference.mask_bounds(mask, L)
+
+
+def _sparse_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    data: Tensor | None,
+    meta: Tensor | None,
+    dims: Tensor | None,
+    centre: Tensor | None,
+    spread: Tensor | None,
+    norm: Tensor | None,
+    mask: Tensor | None,
+    bounds: Tensor | None,
+    slots: Tensor | None,
+    hint: Tensor | None,
+    *,
+    version: int,
+    fmt: str,
+    **how: Any,
+) -> Tensor:
+    if slots is not None and data is not None:
+        assert meta is not None and dims is not None and centre is not None and spread is not None
+        reference.pack_rows_(data, meta, k, slots, dims, centre, spread, fmt)
+    return reference.sparse_decode(q, k, v, data, meta, dims, centre, spread, norm, mask, bounds, fmt=fmt, **how)
+
+
+def _dense_decode(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bounds: Tensor | None, *, version: int, **how: Any
+) -> Tensor:
+    return reference.dense_decode(q, k, v, mask, bounds, **how)
+
+
+def _pack_cuda(
+    k: Tensor, dims: Tensor, centre: Tensor, spread: Tensor, fmt: str, version: int
+) -> tuple[Tensor, Tensor]:
+    from . import pack
+
+    return pack.pack(k, dims, centre, spread, fmt)
+
+
+def _pack_rows_cuda_(
+    data: Tensor,
+    meta: Tensor,
+    k: Tensor,
+    slots: Tensor,
+    dims: Tensor,
+    centre: Tensor,
+    spread: Tensor,
+    fmt: str,
+    version: int,
+) -> None:
+    from . import pack
+
+    pack.pack_rows_(data, meta, k, slots, dims, centre, spread, fmt)
+
+
+def _mask_bounds_cuda(mask: Tensor, L: int, version: int) -> Tensor:
+    from . import bounds
+
+    return bounds.mask_bounds(mask, L)
+
+
+def _sparse_decode_cuda(*args: Tensor | None, version: int, **how: Any) -> Tensor:
+    from . import sparse_decode
+
+    return sparse_decode.sparse_decode(*args, **how)
+
+
+def _dense_decode_cuda(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bounds: Tensor | None, *, version: int, **how: Any
+) -> Tensor:
+    from . import dense_decode
+
+    return dense_decode.dense_decode(q, k, v, mask, bounds, **how)
+
+
+for _name, _cpu, _cuda in (
+    ("pack", _pack, _pack_cuda),
+    ("pack_rows_", _pack_rows_, _pack_rows_cuda_),
+    ("mask_bounds", _mask_bounds, _mask_bounds_cuda),
+    ("sparse_decode", _sparse_decode, _sparse_decode_cuda),
+    ("dense_decode", _dense_decode, _dense_decode_cuda),
+):
+    _LIBRARY.impl(_name, _cpu, "CPU")
+    _LIBRARY.impl(_name, _cuda, "CUDA")
+
+
+@torch.library.register_fake("fasa::pack", lib=_LIBRARY)
+def _(k: Tensor, dims: Tensor, centre: Tensor, spread: Tensor, fmt: str, version: int) -> tuple[Tensor, Tensor]:
+    (shape, dtype), (meta_shape, meta_dtype) = fc_cache_spec(k.shape[0], k.shape[1], k.shape[2], dims.shape[1], fmt)
+    return k.new_empty(shape, dtype=dtype), k.new_empty(meta_shape, dtype=meta_dtype)
+
+
+@torch.library.register_fake("fasa::pack_rows_", lib=_LIBRARY)
+def _(*args: Any) -> None:
+    return None
+
+
+@torch.library.register_fake("fasa::mask_bounds", lib=_LIBRARY)
+def _(mask: Tensor, L: int, version: int) -> Tensor:
+    return mask.new_empty((mask.shape[0] if mask.dim() == 4 else 1, 2), dtype=torch.int32)
+
+
+@torch.library.register_fake("fasa::sparse_decode", lib=_LIBRARY)
+def _(q: Tensor, k: Tensor, v: Tensor, *args: Any, **how: Any) -> Tensor:
+    return q.new_empty((q.shape[0], q.shape[1], 1, v.shape[3]))
+
+
+@torch.library.register_fake("fasa::dense_decode", lib=_LIBRARY)
+def _(q: Tensor, k: Tensor, v: Tensor, *args: Any, **how: Any) -> Tensor:
+    return q.new_empty((q.shape[0], q.shape[1], 1, v.shape[3]))
