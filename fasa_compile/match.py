@@ -1,0 +1,321 @@
+"""Match: a shadow graph -> one ``AttentionSite`` or ``NoMatch`` per attention, in the order of the graph.
+
+Each attention is found by an anchor (``patterns/attention.py``), its keys are walked back through views to the cache write
+(``patterns/layout.py``, ``patterns/cache.py``), and its rotary embedding is proven by what it computes (``patterns/rope.py``).
+Nothing is edited, no guard is made, and no model is known by name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from fasa_compile.capture import Shadow
+from fasa_compile.patterns import attention, cache, graph, layout, rope
+from fasa_compile.patterns.attention import Found, Refused
+from fasa_compile.patterns.forms import Forms
+from fasa_compile.patterns.graph import Unreadable
+from fasa_compile.patterns.movement import Points
+from fasa_compile.patterns.rope import NotProven, Turn
+from fasa_compile.patterns.tables import POSITION, Marks, Tables, mark
+from fasa_compile.sites import AttentionSite, Cache, Expr, NoMatch, Rope
+
+
+def match(shadow: Shadow) -> list[AttentionSite | NoMatch]:
+    """Every attention of the graph, matched or not. Raises nothing for a graph it cannot read: that is a ``NoMatch``."""
+    reader = _Reader(shadow)
+    found: list[AttentionSite | NoMatch] = []
+    for node in shadow.gm.graph.nodes:
+        for name, anchor in attention.anchors_at(node):
+            result = reader.site(node, name, anchor, len(found))
+            if result is not None:
+                found.append(result)
+                break
+    return found
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """Where an attention's keys come from: the walk from the operand to the write, and the write."""
+
+    chain: layout.Chain
+    canonical: Points
+    size: tuple[int, ...]  # (B, Hq, L, D)
+    group: int
+    write: cache.Write | None
+    where: cache.Where | None
+
+
+class _Reader:
+    """What is read once per graph, and the walk of one attention."""
+
+    def __init__(self, shadow: Shadow) -> None:
+        self.shadow = shadow
+        self.marks: Marks = mark(shadow)
+        self.tables = Tables(shadow, self.marks)
+        self.dynamo = {node.name: node for node in shadow.dynamo.graph.nodes}
+        self.runs: Counter[str] = Counter()
+
+    def site(self, node: fx.Node, name: str, anchor: attention.Anchor, index: int) -> AttentionSite | NoMatch | None:
+        trace: list[str] = []
+        try:
+            found = anchor(node, self.tables)
+            if found is None:
+                return None
+        except (Refused, Unreadable) as error:
+            return self._refuse(node, name, index, getattr(error, "reason", "unknown-attention"), str(error), trace)
+        try:
+            return self._read(found, index, trace)
+        except (Refused, NotProven) as error:
+            return self._refuse(found.output, name, index, error.reason, str(error), trace)
+        except Unreadable as error:
+            return self._refuse(found.output, name, index, "failed", str(error), trace)
+        except (
+            Exception
+        ) as error:  # one attention that breaks the reader must not take the others with it: it is reported
+            return self._refuse(found.output, name, index, "failed", f"{type(error).__name__}: {error}", trace)
+
+    def _refuse(self, node: fx.Node, name: str, index: int, reason: str, detail: str, trace: list[str]) -> NoMatch:
+        layer, source = self._place(self.shadow.origin.get(node, ""))
+        return NoMatch(index, layer, source, name, reason, detail, tuple(trace))
+
+    def _place(self, dynamo_name: str) -> tuple[str, str]:
+        """(layer, source) of a Dynamo node; a layer that was there before in this graph gets a number."""
+        node = self.dynamo.get(dynamo_name)
+        layer = layer_of(node) if node is not None else ""
+        self.runs[layer] += 1
+        if self.runs[layer] > 1:
+            layer = f"{layer}#{self.runs[layer]}"
+        return layer, graph.where(node) if node is not None else ""
+
+    def _read(self, found: Found, index: int, trace: list[str]) -> AttentionSite:
+        output = self._output(found.output)
+        trace.append(f"{found.anchor}: {self._line(found.output)}")
+        b, hq, t, d = layout.size_of(found.q)
+        length, dv = layout.size_of(found.k)[2], layout.size_of(found.v)[3]
+        keys = self._keys(found, (b, hq, length, d), t, trace)
+        proven = self._prove(found, keys, t, trace)
+
+        def held(node: fx.Node) -> bool:
+            return self.shadow.holder(node, output) is not None
+
+        k = layout.settle(keys.chain, keys.canonical, keys.size, keys.group, held, graph.tensor(found.k.node).dtype)
+        if k is None:
+            raise Refused(
+                "heads", "the keys could not be brought to [B, Hkv, L, D] by views of a value that the graph holds"
+            )
+        v = self._values(found, (b, hq, length, dv), keys.group, held)
+        origin = self._origin(keys, output, trace)
+        for expr in (found.q, found.mask, found.sinks):
+            if expr is not None and not held(expr.node):
+                raise Refused("incomplete-pattern", f"{expr.node.name} has no node of its own in the traced graph")
+        layer, source = self._place(output)
+        return AttentionSite(
+            index=index,
+            layer=layer,
+            source=source,
+            anchor=found.anchor,
+            output=output,
+            q=found.q,
+            k=k,
+            v=v,
+            scale=found.scale,
+            cache=origin,
+            rope=proven,
+            shape=self._shape(found, keys.group),
+            mask=found.mask,
+            mask_kind=found.mask_kind,
+            is_causal=found.is_causal,
+            softcap=found.softcap,
+            sinks=found.sinks,
+            output_steps=found.output_steps,
+            notes=found.notes,
+        )
+
+    def _output(self, node: fx.Node) -> str:
+        """The Dynamo node whose value is a shadow node's."""
+        first = self.shadow.origin.get(node)
+        for name in (first, *self.shadow._holders.get(node, ())):
+            history = self.shadow.history.get(name or "", ())
+            if name is not None and history and history[0][1] is node:
+                return name
+        raise Refused("incomplete-pattern", f"no node of the traced graph holds the attention's result {node.name}")
+
+    def _line(self, node: fx.Node) -> str:
+        name = self.shadow.origin.get(node, "")
+        dynamo = self.dynamo.get(name)
+        place = graph.where(dynamo) if dynamo is not None else ""
+        return f"{graph.name(node) or node.op} {node.name} <- {name or '?'} {place}".rstrip()
+
+    def _shape(self, found: Found, group: int) -> tuple[Any, ...]:
+        q, k, v = (layout.symbolic_size(e) for e in (found.q, found.k, found.v))
+        return (q[0], q[1], q[1] // group if isinstance(q[1], int) else q[1], q[2], k[2], q[3], v[3])
+
+    # ---- keys and values ------------------------------------------------------------------------------------------
+
+    def _walk(self, expr: Expr, size: tuple[int, ...], repeat: int) -> tuple[layout.Chain, Points]:
+        canonical = layout.sample(size)
+        grouped = (canonical[0], canonical[1] // repeat, *canonical[2:])
+        node, points = layout.follow(expr, grouped)
+        return layout.walk(node, points, self.tables.value), canonical
+
+    def _keys(self, found: Found, size: tuple[int, ...], t: int, trace: list[str]) -> _Keys:
+        chain, canonical = self._walk(found.k, size, found.repeat)
+        trace.extend(f"keys: {self._line(node)}" for node in chain.nodes)
+        group = layout.group_of(chain, canonical, size[1])
+        return self._join(chain, canonical, size, group, self.tables)
+
+    def _join(self, chain: layout.Chain, canonical: Points, size: tuple[int, ...], group: int, tables: Tables) -> _Keys:
+        """Reads the node at which the walk ended as a cache write, if it is one."""
+        reader = cache.WRITES.get(graph.name(chain.end))
+        where = layout.dim_of(chain, canonical, size) if reader is not None else None
+        write = reader(chain.end, where, tables.value) if reader is not None and where is not None else None
+        return _Keys(chain, canonical, size, group, write, where)
+
+    def _values(self, found: Found, size: tuple[int, ...], group: int, held: Any) -> Expr:
+        chain, canonical = self._walk(found.v, size, found.repeat)
+        if size[1] % group or layout.group_of(chain, canonical, size[1]) % group:
+            raise Refused("heads", "the values are shared by other groups of query heads than the keys")
+        v = layout.settle(chain, canonical, size, group, held, graph.tensor(found.v.node).dtype)
+        if v is None:
+            raise Refused(
+                "heads", "the values could not be brought to [B, Hkv, L, Dv] by views of a value the graph holds"
+            )
+        return v
+
+    def _origin(self, keys: _Keys, output: str, trace: list[str]) -> Cache:
+        """The cache behind the keys: which input it is, and whether the graph writes it again."""
+        if keys.write is None or keys.where is None:
+            return Cache("none")
+        ahead = layout.walk(keys.write.old, keys.chain.points[-1], self.tables.value)
+        trace.extend(f"cache: {self._line(node)}" for node in ahead.nodes)
+        if keys.write.name == "cat" or ahead.end.op != "placeholder":
+            return Cache("dynamic", keys.write.name)
+        i = self.shadow.inputs.index(ahead.end)
+        if not self.shadow.is_written(i):
+            return Cache("dynamic", keys.write.name)
+        steps = layout.solve(ahead.end, ahead.points[-1], keys.canonical, keys.size, keys.group)
+        if steps is None:
+            return Cache("static", keys.write.name)
+        placeholder = self.shadow.dynamo.graph.find_nodes(op="placeholder")[i]
+        now = self.shadow.value(placeholder.name, output)
+        return Cache(
+            "static",
+            keys.write.name,
+            k_input=i,
+            k_steps=steps,
+            slots=self._slots(keys, output),
+            rewritten_later=now is not self.shadow.final[i],
+        )
+
+    def _slots(self, keys: _Keys, output: str) -> Expr | None:
+        slots = keys.write.slots if keys.write is not None else None
+        return slots if slots is not None and self.shadow.holder(slots.node, output) is not None else None
+
+    # ---- the rotary embedding -------------------------------------------------------------------------------------
+
+    def _prove(self, found: Found, keys: _Keys, t: int, trace: list[str]) -> Rope:
+        """Proves queries and keys at the last new token, for the first and last head, then at another position."""
+        if keys.write is None and keys.chain.end.op == "placeholder":
+            return self._ready_made(found, keys, t)
+        if keys.write is None and keys.size[2] != t:
+            if graph.name(keys.chain.end) in cache.WRITES:
+                raise Refused(
+                    "unknown-cache-write", f"{self._line(keys.chain.end)} does not join old and new keys along L"
+                )
+            raise Refused("cross-attention", f"{t} queries, {keys.size[2]} keys, none of them from a cache")
+        rows = keys.write.rows if keys.write is not None else np.arange(keys.size[2])
+        if len(rows) != t:
+            raise Refused("incomplete-pattern", f"{t} queries, {len(rows)} new keys")
+        forms = Forms(self.tables)
+        here = self._turns(forms, found, keys, t - 1, int(rows[-1]), trace)
+        tol = rope.tolerance(forms.precision)
+        if not self._moves(found, keys, forms, here, rows, t, tol):
+            raise NotProven("rope-not-proven", "the rotation is the same at every position")
+        return rope.rope(here, keys.size[3])
+
+    def _ready_made(self, found: Found, keys: _Keys, t: int) -> Rope:
+        forms = Forms(self.tables)
+        q = self._turn(forms, found.q, (0, 0, t - 1), keys.size[3], 1, "queries")
+        kind = "incomplete-pattern" if q.pairs else "cross-attention"
+        raise Refused(
+            kind, f"the keys are the input {keys.chain.end.name} of this graph, and the graph does not write it"
+        )
+
+    def _turn(self, forms: Forms, expr: Expr, at: tuple[int, int, int], d: int, repeat: int, who: str) -> Turn:
+        b, h, row = at
+        points = tuple(np.full(d, x, dtype=np.int64) for x in (b, h // repeat, row)) + (np.arange(d),)
+        node, inner = layout.follow(expr, points)
+        form = forms.of(node, inner)
+        return rope.turn(form, who, rope.tolerance(forms.precision))
+
+    def _turns(self, forms: Forms, found: Found, keys: _Keys, t: int, row: int, trace: list[str] | None = None) -> Turn:
+        """The turn of queries and keys of new token t, which must agree, in the first and the last head."""
+        d, heads = keys.size[3], keys.size[1]
+        k = None
+        for h in {0, heads - 1}:
+            q = self._turn(forms, found.q, (0, h, t), d, 1, "queries")
+            k = self._turn(forms, found.k, (0, h, row), d, found.repeat, "keys")
+            if trace is not None:
+                trace.append(f"head {h}: queries turn {len(q.pairs)} pairs, keys {len(k.pairs)}")
+            rope.agree(q, k, rope.tolerance(forms.precision))
+        assert k is not None
+        return k
+
+    def _moves(self, found: Found, keys: _Keys, forms: Forms, here: Turn, rows: np.ndarray, t: int, tol: float) -> bool:
+        """Whether the rotation depends on the position: other new tokens, then other values of the graph's integer inputs."""
+        if t > 1:
+            first = self._turns(forms, found, keys, 0, int(rows[0]))
+            if rope.moves(here, first, tol):
+                return True
+        leaves = self._positions(forms)
+        for shift in (1, -1):
+            moved = {leaf: value + shift for leaf, value in leaves.items()}
+            tables = Tables(self.shadow, self.marks, moved)
+            try:
+                keys_there = self._join(keys.chain, keys.canonical, keys.size, keys.group, tables)
+                row = int(keys_there.write.rows[-1]) if keys_there.write is not None else int(rows[-1])
+                there = self._turns(Forms(tables), found, keys, t - 1, row)
+            except Unreadable:
+                continue
+            if rope.moves(here, there, tol):
+                return True
+        # Positions that are literals of the graph cannot be moved; a turn that is not the identity was made by a table then.
+        return not leaves and bool(np.abs(here.angles).max() > 4 * tol)
+
+    def _positions(self, forms: Forms) -> dict[fx.Node, Any]:
+        """Integer inputs that the rotation's tables were computed from, with their example values."""
+        todo, seen = list(forms.used), set()
+        leaves: dict[fx.Node, Any] = {}
+        while todo:
+            node = todo.pop()
+            if node in seen or not self.marks.bits.get(node, 0) & POSITION:
+                continue
+            seen.add(node)
+            todo.extend(node.all_input_nodes)
+            if node.op == "placeholder":
+                value = self.tables.example(node)
+                value = value.detach().cpu() if isinstance(value, torch.Tensor) else graph.hint(value)
+                if not (isinstance(value, torch.Tensor) and value.dtype == torch.bool):
+                    leaves[node] = value
+        return leaves
+
+
+def layer_of(node: fx.Node) -> str:
+    """The deepest module a Dynamo node was traced in: ``model.layers.3.self_attn``."""
+    stack = node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    for root in ("L['self']", "L['args'][0]", "L['fn']", "L['mod']"):
+        if path.startswith(root):
+            path = path[len(root) :]
+            break
+    path = path.replace("_orig_mod", "").replace("._modules", "").replace("['", ".").replace("']", "")
+    path = path.replace("[", ".").replace("]", "")
+    return ".".join(part for part in path.split(".") if part)

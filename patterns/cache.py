@@ -1,0 +1,174 @@
+"""Cache writes: how the keys of this call got among the keys that an attention reads.
+
+A spelling is one function in ``WRITES``, under the name of the operator that joins old and new: it tells which operand is the
+old content, which rows of L are new, and (for a buffer written in place) the tensor that holds those rows. Writes through views
+need no spelling of their own: the walk has followed the views before it asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import fx
+
+from fasa_compile.patterns import graph, movement
+from fasa_compile.patterns.movement import Evaluate
+from fasa_compile.sites import Expr
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Write:
+    """A node that joins old keys with new ones along L."""
+
+    name: str
+    old: fx.Node
+    rows: np.ndarray  # the canonical rows of L that hold the new tokens, in order of the tokens: [T]
+    slots: Expr | None  # the same as a tensor of the graph
+
+
+@dataclass(frozen=True)
+class Where:
+    """Which dim of a write node is L, where row 0 of the canonical L stands in it, and how long L is."""
+
+    dim: int
+    offset: int
+    batch_dim: int | None
+    length: int
+
+
+Reader = Callable[[fx.Node, Where, Evaluate], Write | None]
+WRITES: dict[str, Reader] = {}
+
+
+def register(*names: str) -> Callable[[Reader], Reader]:
+    """Add a spelling: the reader of a write made by the operator ``names`` (``index_copy`` or ``mylib.write``)."""
+
+    def add(reader: Reader) -> Reader:
+        for name in names:
+            WRITES[name] = reader
+        return reader
+
+    return add
+
+
+def _slots(index: fx.Node, at: Where) -> Expr | None:
+    """A one-dimensional index of rows as slots: int64 and counted from the canonical row 0."""
+    if at.offset or len(graph.shape(index)) > 1:
+        return None
+    expr = Expr(index)
+    if len(graph.shape(index)) == 0:
+        expr = expr.then(aten.unsqueeze.default, 0)
+    return expr if graph.tensor(index).dtype == torch.int64 else expr.then(aten.to.dtype, torch.int64)
+
+
+@register("index_copy")
+def _index_copy(node: fx.Node, at: Where, evaluate: Evaluate) -> Write | None:
+    """``cache.index_copy_(2, cache_position, k)``: HF static cache."""
+    old, dim, index = node.args[:3]
+    if graph.number(dim) % len(graph.shape(node)) != at.dim:
+        return None
+    rows = evaluate(index).reshape(-1).numpy() - at.offset  # type: ignore[arg-type]
+    return Write("index_copy", old, rows, _slots(index, at))  # type: ignore[arg-type]
+
+
+@register("index_put")
+def _index_put(node: fx.Node, at: Where, evaluate: Evaluate) -> Write | None:
+    """``cache[:, :, input_pos] = k`` (gpt-fast) and ``cache[batch, :, pos] = k`` with a row of slots per sequence."""
+    old, indices = node.args[:2]
+    if graph.argument(node, 3, "accumulate", False) or at.dim >= len(indices) or indices[at.dim] is None:  # type: ignore
+        return None
+    used = [i for i, x in enumerate(indices) if x is not None]  # type: ignore[arg-type]
+    index: fx.Node = indices[at.dim]  # type: ignore[index, assignment]
+    rows = evaluate(index).numpy() - at.offset
+    if used == [at.dim]:
+        return Write("index_put", old, rows.reshape(-1), _slots(index, at))  # type: ignore[arg-type]
+    if at.batch_dim is None or sorted(used) != sorted([at.dim, at.batch_dim]):
+        return None
+    batch = evaluate(indices[at.batch_dim]).numpy()  # type: ignore[index]
+    batch, rows = np.broadcast_arrays(batch, rows)
+    if rows.ndim == 1:
+        batch, rows = batch[:, None], rows[:, None]
+    count = graph.shape(node)[at.batch_dim]
+    if rows.ndim != 2 or len(rows) != count or (batch != np.arange(count)[:, None]).any():
+        return None
+    slots = None
+    own = graph.shape(index)
+    if not at.offset and graph.tensor(index).dtype == torch.int64:
+        if own == rows.shape:
+            slots = Expr(index)
+        elif own == (count,) and rows.shape[1] == 1:
+            slots = Expr(index).then(aten.unsqueeze.default, 1)
+    return Write("index_put", old, rows[0], slots)  # type: ignore[arg-type]
+
+
+@register("slice_scatter")
+def _slice_assignment(node: fx.Node, at: Where, evaluate: Evaluate) -> Write | None:
+    """``cache[:, start : start + T] = k``: the start is a number of the graph, so there is no tensor of slots."""
+    dim, start, stop, step = movement.span(movement.arguments(node)[1:], graph.shape(node))
+    if dim != at.dim:
+        return None
+    return Write("slice_scatter", node.args[0], np.arange(start, stop, step) - at.offset, None)  # type: ignore[arg-type]
+
+
+@register("select_scatter")
+def _select_assignment(node: fx.Node, at: Where, evaluate: Evaluate) -> Write | None:
+    """``cache[:, :, pos] = k`` at a number: one token."""
+    _, dim, index = movement.arguments(node)
+    size = graph.shape(node)
+    if dim % len(size) != at.dim:
+        return None
+    row = index % size[at.dim]
+    return Write("select_scatter", node.args[0], np.array([row - at.offset]), None)  # type: ignore[arg-type]
+
+
+@register("scatter")
+def _scatter(node: fx.Node, at: Where, evaluate: Evaluate) -> Write | None:
+    """``cache.scatter_(2, pos[:, None, :, None].expand_as(k), k)``."""
+    old, dim, index = node.args[:3]
+    size = graph.shape(node)
+    if graph.number(dim) % len(size) != at.dim or "reduce" in node.kwargs:
+        return None
+    places = evaluate(index).numpy()  # type: ignore[arg-type]
+    keep = [d for d in range(len(size)) if d in (at.dim, at.batch_dim)]
+    first = places[tuple(slice(None) if d in keep else slice(0, 1) for d in range(len(size)))]
+    if (places != first).any():
+        return None
+    slots, expr = None, Expr(index)  # type: ignore[arg-type]
+    if not at.offset and (at.batch_dim is None or at.batch_dim < at.dim):
+        for d in reversed(range(len(size))):
+            if d not in keep:
+                expr = expr.then(aten.select.int, d, 0)
+        slots = expr
+    return Write("scatter", old, first.reshape(-1, places.shape[at.dim])[0] - at.offset, slots)  # type: ignore[arg-type]
+
+
+@register("cat", "concat")
+def _cat(node: fx.Node, at: Where, evaluate: Evaluate) -> Write | None:
+    """``k = torch.cat([past_k, k], dim=2)``: HF dynamic cache. The new tokens come last."""
+    tensors = [t for t in node.args[0] if graph.shape(t) != (0,)]  # type: ignore[union-attr]
+    dim = graph.argument(node, 1, "dim", 0) % len(graph.shape(node))
+    if dim != at.dim or len(tensors) != 2:
+        return None
+    new = graph.shape(tensors[1])[dim]
+    return Write("cat", tensors[0], np.arange(at.length - new, at.length), None)
+
+
+@register("where")
+def _where(node: fx.Node, at: Where, evaluate: Evaluate) -> Write | None:
+    """``cache = torch.where(slot == arange(L)[:, None], k, cache)``: one token, chosen by a mask."""
+    if len(node.args) != 3 or not graph.is_tensor(node.args[2]):
+        return None
+    condition, _, old = node.args
+    picked = evaluate(condition).numpy()  # type: ignore[arg-type]
+    picked = np.broadcast_to(picked, graph.shape(node))
+    other = tuple(d for d in range(picked.ndim) if d != at.dim)
+    line = picked.any(axis=other)
+    rows = np.flatnonzero(line)
+    if len(rows) != 1 or not (picked.all(axis=other) == line).all():
+        return None
+    return Write("where", old, rows - at.offset, None)  # type: ignore[arg-type]

@@ -1,0 +1,260 @@
+"""Canonical layouts: from where the elements of a head come, to the views that bring a node to ``[B, H, L, D]``.
+
+Points of the canonical tensor are followed back through the graph (``movement.py``); where each dim of a node turns out to be
+``offset + stride * axis`` the views follow from the numbers. Spelling does not matter, and no size is written into a view
+unless a fused dim has to be split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from fasa_compile.patterns import graph, movement
+from fasa_compile.patterns.cache import Where
+from fasa_compile.patterns.graph import Unreadable
+from fasa_compile.patterns.movement import Points, Size
+from fasa_compile.sites import Expr
+
+aten = torch.ops.aten
+Steps = tuple[tuple[Any, tuple[Any, ...]], ...]
+
+
+def sample(size: Size) -> Points:
+    """Points of a canonical [B, H, L, D] that show a layout: each axis alone, then all of them at random."""
+    rng = np.random.default_rng(0)
+    b, h, length, d = size
+    rows = np.unique(np.concatenate([np.arange(min(length, 8)), rng.integers(0, length, 24), [length - 1]]))
+    lines = []
+    for axis, values in enumerate((np.arange(b), np.arange(h), rows, np.arange(d))):
+        line = np.zeros((4, len(values)), dtype=np.int64)
+        line[axis] = values
+        lines.append(line)
+    lines.append(np.stack([rng.integers(0, n, 512) for n in size]))
+    return tuple(np.concatenate(lines, 1))
+
+
+def follow(expr: Expr, points: Points) -> tuple[fx.Node, Points]:
+    """Points of an ``Expr``, as points of its node."""
+    sizes = [graph.shape(expr.node)]
+    value = torch.empty(sizes[0], device="meta", dtype=graph.tensor(expr.node).dtype)
+    for op, args in expr.steps:
+        value = op(value, *args)
+        sizes.append(tuple(value.shape))
+    for (op, args), src, out in zip(reversed(expr.steps), reversed(sizes[:-1]), reversed(sizes[1:]), strict=True):
+        name = op._schema.name.split("::")[1]
+        points = movement.PULL[name](args, src, out, points)
+    return expr.node, points
+
+
+def size_of(expr: Expr) -> Size:
+    """Sizes of an ``Expr``'s value, as numbers."""
+    value = torch.empty(graph.shape(expr.node), device="meta")
+    for op, args in expr.steps:
+        value = op(value, *args) if op is not aten.to.dtype else value
+    return tuple(value.shape)
+
+
+def symbolic_size(expr: Expr) -> tuple[Any, ...]:
+    """Sizes of an ``Expr``'s value with the graph's own symbols."""
+    value = graph.tensor(expr.node)
+    if not expr.steps:
+        return tuple(value.shape)
+    with torch.no_grad():
+        for op, args in expr.steps:
+            value = op(value, *args)
+    return tuple(value.shape)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A walk through moves: the nodes from an attention's operand down to the node that made the values."""
+
+    nodes: tuple[fx.Node, ...]
+    points: tuple[Points, ...]  # of the canonical sample, one per node
+
+    @property
+    def end(self) -> fx.Node:
+        return self.nodes[-1]
+
+
+def walk(node: fx.Node, points: Points, evaluate: movement.Evaluate) -> Chain:
+    """Follow moves, and writes that leave the points alone or make all of them, as far as they go."""
+    nodes, at = [node], [points]
+    while (step := _step(nodes[-1], at[-1], evaluate)) is not None:
+        nodes.append(step[0])
+        at.append(step[1])
+    return Chain(tuple(nodes), tuple(at))
+
+
+def _step(node: fx.Node, points: Points, evaluate: movement.Evaluate) -> tuple[fx.Node, Points] | None:
+    if (moved := movement.pull(node, points)) is not None:
+        return moved
+    kind = graph.name(node)
+    if kind not in ("slice_scatter", "select_scatter", "copy", "cat", "concat"):
+        return None
+    if kind == "slice_scatter" and not _settled(node, points):
+        return None
+    parts = movement.partition(node, points, evaluate)
+    if parts and len(parts) == 1 and parts[0].select is None and parts[0].node is not None:
+        return parts[0].node, parts[0].points
+    if kind in ("cat", "concat") and parts and len(parts) == 1 and parts[0].node is not None:
+        return parts[0].node, parts[0].points
+    return None
+
+
+def _settled(node: fx.Node, points: Points) -> bool:
+    """Whether the rows that a slice_scatter writes hold all of the points or none: told by their range, not by the sample."""
+    dim, start, stop, step = movement.span(movement.arguments(node)[1:], graph.shape(node))
+    low, high = int(points[dim].min()), int(points[dim].max())
+    return (start <= low and high < stop and step == 1) or stop <= low or high < start
+
+
+def group_of(chain: Chain, canonical: Points, heads: int) -> int:
+    """How many consecutive query heads read one KV head, told by where the heads' first elements come from."""
+    end_points = chain.points[-1]
+    first = _line(canonical, 1)
+    origin = [p[first[0]] for p in end_points]
+    group = 1
+    for i in first[1:]:
+        if any(p[i] != o for p, o in zip(end_points, origin, strict=True)):
+            break
+        group += 1
+    if heads % group:
+        raise Unreadable(f"{heads} query heads in groups of {group}")
+    return group
+
+
+def dim_of(chain: Chain, canonical: Points, size: Size) -> Where | None:
+    """Where L stands in the node at the end of a walk; None where it is not one dim of it, read in order."""
+    points = chain.points[-1]
+    along = _line(canonical, 2)
+    if size[2] == 1:
+        return None
+    moving = [i for i, p in enumerate(points) if (p[along] != p[along[0]]).any()]
+    if len(moving) != 1:
+        return None
+    offset = int(points[moving[0]][along[0]])
+    if (points[moving[0]][along] != canonical[2][along] + offset).any():
+        return None
+    batch = _line(canonical, 0)
+    batch_dims = [i for i, p in enumerate(points) if (p[batch] != p[batch[0]]).any()]
+    if size[0] == 1:
+        sizes = graph.shape(chain.end)
+        batch_dims = [i for i, s in enumerate(sizes) if s == 1 and i != moving[0]][:1]
+    return Where(moving[0], offset, batch_dims[0] if len(batch_dims) == 1 else None, size[2])
+
+
+def _line(canonical: Points, axis: int) -> np.ndarray:
+    """Indices of the sample's points that lie on one axis, in order of that axis."""
+    on = np.ones(len(canonical[0]), dtype=bool)
+    for i, p in enumerate(canonical):
+        if i != axis:
+            on &= p == 0
+    index = np.flatnonzero(on)
+    return index[np.unique(canonical[axis][index], return_index=True)[1]]
+
+
+def solve(node: fx.Node, points: Points, canonical: Points, size: Size, group: int = 1) -> Steps | None:
+    """Views from ``node`` to the canonical [B, H / group, L, D], or None where no views do it.
+
+    ``points`` are the sample's points in the node; ``size`` is the canonical [B, H, L, D] that the sample was drawn from.
+    """
+    own = graph.shape(node)
+    grouped = (canonical[0], canonical[1] // group, canonical[2], canonical[3])
+    extents = (size[0], size[1] // group, size[2], size[3])
+    strides: list[dict[int, int]] = []  # per dim: axis -> stride
+    offsets: list[int] = []
+    origin = int(_line(canonical, 3)[0])
+    units = [_unit(grouped, axis) if extents[axis] > 1 else None for axis in range(4)]
+    for p in points:
+        offset = int(p[origin])
+        moved = {axis: int(p[u]) - offset for axis, u in enumerate(units) if u is not None}
+        stride = {axis: s for axis, s in moved.items() if s != 0}
+        told = offset + sum((s * grouped[axis] for axis, s in stride.items()), np.zeros_like(p))
+        if (told != p).any() or any(s < 0 for s in stride.values()):
+            return None
+        strides.append(stride)
+        offsets.append(offset)
+    return _views(node, own, strides, offsets, extents)
+
+
+def _unit(grouped: Points, axis: int) -> int:
+    on = grouped[axis] == 1
+    for i, p in enumerate(grouped):
+        if i != axis:
+            on = on & (p == 0)
+    return int(np.flatnonzero(on)[0])
+
+
+def _views(node: fx.Node, own: Size, strides: list[dict[int, int]], offsets: list[int], extents: Size) -> Steps | None:
+    steps: list[tuple[Any, tuple[Any, ...]]] = []
+    layout: list[int | None] = []  # the axis of each dim after the views so far; None: to be dropped
+    drop: list[int] = []  # the index to take of those
+    true = graph.tensor(node).shape
+    taken = [axis for stride in strides for axis in stride]
+    if len(taken) != len(set(taken)):
+        return None  # an axis that runs through two dims
+    missing = [axis for axis in range(4) if axis not in taken]
+    for dim, (stride, offset) in enumerate(zip(strides, offsets, strict=True)):
+        axes = sorted(stride, key=lambda a: -stride[a])
+        inner = 1
+        for axis in reversed(axes):
+            if stride[axis] != inner:
+                return None
+            inner *= extents[axis]
+        if not axes:
+            if own[dim] == 1 and missing and extents[missing[0]] == 1:
+                layout.append(missing.pop(0))
+                drop.append(0)
+            else:
+                layout.append(None)
+                drop.append(offset)
+            continue
+        if offset or inner != own[dim]:
+            if not isinstance(true[dim], int):
+                return None  # a slice whose end is a symbol: another node of the chain has it applied already
+            steps.append((aten.slice.Tensor, (len(layout), offset, offset + inner)))
+        if len(axes) > 1:
+            if not isinstance(true[dim], int):
+                return None
+            steps.append((aten.unflatten.int, (len(layout), [extents[a] for a in axes])))
+        layout.extend(axes)
+        drop.extend([0] * len(axes))
+    for at in reversed([i for i, axis in enumerate(layout) if axis is None]):
+        steps.append((aten.select.int, (at, drop[at])))
+        del layout[at]
+    for axis in missing:
+        if extents[axis] != 1:
+            return None
+        steps.append((aten.unsqueeze.default, (len(layout),)))
+        layout.append(axis)
+    order = [layout.index(axis) for axis in range(4)]
+    if order != [0, 1, 2, 3]:
+        steps.append((aten.permute.default, (order,)))
+    return tuple(steps)
+
+
+def settle(
+    chain: Chain, canonical: Points, size: Size, group: int, held: Callable[[fx.Node], bool], dtype: torch.dtype
+) -> Expr | None:
+    """The node of the chain that the Dynamo graph holds and that the fewest views bring to the canonical layout.
+
+    A cast that widens is left out: whoever reads the values computes in float32 anyway, and a cast cache would be a copied
+    cache. One that narrows is a step.
+    """
+    best: Expr | None = None
+    for node, points in zip(reversed(chain.nodes), reversed(chain.points), strict=True):
+        steps = solve(node, points, canonical, size, group) if held(node) else None
+        if steps is not None:
+            own = graph.tensor(node).dtype
+            if torch.finfo(own).eps < torch.finfo(dtype).eps:
+                steps = (*steps, (aten.to.dtype, (dtype,)))
+            if best is None or len(steps) < len(best.steps):
+                best = Expr(node, steps)
+    return best
