@@ -108,7 +108,12 @@ class FasaBackend:
         return Report(self.graphs)
 
     def __call__(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
     ) -> Callable[..., Any]:
         count("graphs")
         inner = _inner_compiler(self.inner, mode, options)
@@ -187,7 +192,9 @@ class FasaBackend:
         self._record("decode" if planned.decode else "attention without a cache", planned.decisions)
         expected = {"profile-dense", "within-budget", "requires-grad", "prefill"}
         if planned.decode and not planned.sparse and not all(d.reason in expected for d in planned.decisions):
-            reasons = "; ".join(sorted({f"{d.reason} ({why(d)})" for d in planned.decisions if d.reason not in expected}))
+            reasons = "; ".join(
+                sorted({f"{d.reason} ({why(d)})" for d in planned.decisions if d.reason not in expected})
+            )
             message = (
                 f"no attention site of this decode graph could be made sparse, so it runs dense. Found {len(planned.decisions)} "
                 f"attention nodes: {reasons}. `backend.explain()` shows each one."
@@ -252,17 +259,24 @@ def fasa_backend(
     return FasaBackend(policy, inner, strict)
 
 
-def fasa(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None) -> Any:
+def fasa(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
+) -> Any:
     """The backend under its registered name, ``torch.compile(model, backend="fasa", options={"profile": ...})``.
 
     ``options`` takes the keyword arguments of ``fasa_backend``; whatever else it holds goes to the inner compiler.
     """
     given = dict(options or {})
-    mine = {name: given.pop(name) for name in ("profile", "n_fac", "n_sink", "n_recent", "inner", "strict") if name in given}
+    mine = {
+        name: given.pop(name) for name in ("profile", "n_fac", "n_sink", "n_recent", "inner", "strict") if name in given
+    }
     if "profile" not in mine:
         raise TypeError('backend="fasa" needs options={"profile": <path or name of a profile, or "all">}')
     profile = mine.pop("profile")
-    key = (str(profile) if not isinstance(profile, FCProfile) else id(profile), *sorted((k, repr(v)) for k, v in mine.items()))
+    key = (
+        str(profile) if not isinstance(profile, FCProfile) else id(profile),
+        *sorted((k, repr(v)) for k, v in mine.items()),
+    )
     if key not in _named:
         _named[key] = fasa_backend(profile, **mine)
     return _named[key](gm, example_inputs, mode=mode, options=given or None)

@@ -78,7 +78,9 @@ def fake_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Fake
             symbolic = context.tensor_to_context.get(example) if context is not None else None
             source = getattr(node.meta.get("grapharg"), "source", None)
             fakes.append(
-                mode.from_tensor(example, static_shapes=True if symbolic is None else None, symbolic_context=symbolic, source=source)
+                mode.from_tensor(
+                    example, static_shapes=True if symbolic is None else None, symbolic_context=symbolic, source=source
+                )
             )
         else:
             fakes.append(example)

@@ -131,7 +131,7 @@ def _decide(site: AttentionSite | NoMatch, policy: Policy, *, grad: bool) -> Dec
     if any(t.dtype not in _FLOATS for t in tensors) or len({t.device for t in tensors}) > 1:
         found = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
         return Decision(site, "dense", "dtype", f"found q, k, v: {found}")
-    B, Hq, Hkv, _, L, D, _ = site.shape
+    _, Hq, Hkv, _, L, D, _ = site.shape
     layer: LayerProfile | None = None
     itemsize = tensors[1].dtype.itemsize
     if policy.profile == "all":
@@ -169,7 +169,13 @@ def _decide(site: AttentionSite | NoMatch, policy: Policy, *, grad: bool) -> Dec
 
 def _dense(decision: Decision, reason: str, detail: str = "") -> Decision:
     return Decision(
-        decision.site, "dense", reason, detail, budget=decision.budget, dense_bytes=decision.dense_bytes, sparse_bytes=decision.dense_bytes
+        decision.site,
+        "dense",
+        reason,
+        detail,
+        budget=decision.budget,
+        dense_bytes=decision.dense_bytes,
+        sparse_bytes=decision.dense_bytes,
     )
 
 

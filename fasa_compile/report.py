@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from fasa_compile.plan import WHY_DENSE, Decision, hint
 from fasa_compile.sites import REASONS, AttentionSite
@@ -128,12 +127,34 @@ class Report:
         rows = [_row(graph.index, d) for d in graph.decisions]
         if not rows:
             return []
-        header = ["layer", "source", "heads", "rope", "cache", "decision", "budget", "FC cache", "KV read/step", "dense"]
+        header = [
+            "layer",
+            "source",
+            "heads",
+            "rope",
+            "cache",
+            "decision",
+            "budget",
+            "FC cache",
+            "KV read/step",
+            "dense",
+        ]
         cells = []
         for r in rows:
             decision = r.decision if not r.reason else f"{r.decision}: {r.reason}"
             cells.append(
-                [r.layer, r.source, r.heads, r.rope, r.cache, decision, r.budget, r.state, _megabytes(r.sparse_bytes), _megabytes(r.dense_bytes)]
+                [
+                    r.layer,
+                    r.source,
+                    r.heads,
+                    r.rope,
+                    r.cache,
+                    decision,
+                    r.budget,
+                    r.state,
+                    _megabytes(r.sparse_bytes),
+                    _megabytes(r.dense_bytes),
+                ]
             )
         reasons = sorted({(r.reason, r.why) for r in rows if r.reason})
         return _table(header, cells) + [f"{key}: {text}" for key, text in reasons]

@@ -29,6 +29,10 @@ class NotExpressible(Exception):
     """A value of the shadow cannot be written as nodes of the Dynamo graph at the place where it is needed."""
 
 
+#: Extra inputs that hold state: the packed FC cache, and on a GPU the kernel's memory of its last threshold.
+STATE_ROLES = ("data", "meta", "hint")
+
+
 @dataclass(frozen=True)
 class ExtraInput:
     """One graph input that the runtime supplies: a constant of the profile, or state of the packed FC cache."""
@@ -192,8 +196,10 @@ def _extra_inputs(shadow: Shadow, decision: Decision) -> list[ExtraInput]:
         constant("norm", (Hq,), torch.float32),
     ]
     if decision.state == "packed":
-        for role, (shape, dtype) in zip(("data", "meta"), fc_cache_spec(B, Hkv, L, width, decision.fc_format), strict=True):
-            extra.append(constant(role, shape, dtype))
+        state = (*fc_cache_spec(B, Hkv, L, width, decision.fc_format), ops.sparse_decode_state(B, Hkv))
+        for role, (shape, dtype) in zip(STATE_ROLES, state, strict=True):
+            if role != "hint" or key.device.type == "cuda":
+                extra.append(constant(role, shape, dtype))
     return extra
 
 
@@ -201,46 +207,74 @@ def _emit_site(emit: Emitter, decision: Decision, inputs: dict[str, fx.Node], bo
     site, budget, layer = decision.site, decision.budget, decision.profile
     assert isinstance(site, AttentionSite) and budget is not None
     at = site.output
-    gpu = site.k.node.meta["val"].device.type == "cuda"
-    kernels: Any = ops if gpu else reference
+    kernels = _Kernels(emit, at, gpu=site.k.node.meta["val"].device.type == "cuda")
     q = emit.expr(site.q, at)
     k = emit.expr(site.k, at, views_only=True)
     v = emit.expr(site.v, at, views_only=True)
     mask = emit.expr(site.mask, at) if site.mask is not None else None
     sinks = emit.expr(site.sinks, at) if site.sinks is not None else None
-    constants = tuple(inputs.get(role) for role in ("dims", "centre", "spread"))
-    fmt = decision.fc_format
-    data, meta = inputs.get("data"), inputs.get("meta")
+    profile = tuple(inputs.get(role) for role in ("dims", "centre", "spread"))
+    data, meta, slots = inputs.get("data"), inputs.get("meta"), None
     if decision.state == "packed":
         assert site.cache.slots is not None
         slots = emit.expr(site.cache.slots, at)
-        emit.call(at, kernels.pack_rows_, (data, meta, k, slots, *constants, fmt))
     elif decision.state == "repacked":
-        packed = emit.call(at, kernels.pack, (k, *constants, fmt))
-        data, meta = emit.call(at, operator.getitem, (packed, 0)), emit.call(at, operator.getitem, (packed, 1))
-    key = (site.mask, site.shape[4]) if site.mask is not None else None
+        data, meta = kernels.pack(k, profile, decision.fc_format)
     limits = None
     if mask is not None:
-        if key not in bounds:
-            bounds[key] = emit.call(at, kernels.mask_bounds, (mask, emit.length(k, site.shape[4], at)))
-        limits = bounds[key]
-    result = emit.call(
-        at,
-        kernels.sparse_decode,
-        (q, k, v, data, meta, *constants, inputs.get("norm"), mask, limits),
+        if site.mask not in bounds:
+            bounds[site.mask] = kernels.mask_bounds(mask, emit.length(k, site.shape[4], at))
+        limits = bounds[site.mask]
+    result = kernels.sparse_decode(
+        (q, k, v, data, meta, *profile, inputs.get("norm"), mask, limits),
+        slots,
+        inputs.get("hint"),
         scale=site.scale,
         n_fac=budget.n_fac,
         n_sink=budget.n_sink,
         n_recent=budget.n_recent,
         softcap=site.softcap,
         sinks=sinks,
-        fmt=fmt,
+        fmt=decision.fc_format,
         reduction=decision.reduction if layer is not None else "softmax_sum",
     )
     result = emit.steps(result, site.output_steps, at)
     old = emit.nodes[at]
     old.replace_all_uses_with(result)
     _erase_dead(old)
+
+
+class _Kernels:
+    """Emits calls of the kernels: custom operators on a GPU; elsewhere the reference, for the inner compiler to trace."""
+
+    def __init__(self, emit: Emitter, at: str, *, gpu: bool) -> None:
+        self.emit, self.at, self.gpu = emit, at, gpu
+
+    def pack(self, k: fx.Node, profile: tuple[Any, ...], fmt: str) -> tuple[fx.Node, fx.Node]:
+        if self.gpu:
+            both = self._op("pack", (k, *profile, fmt, ops.KERNEL_VERSION))
+        else:
+            both = self.emit.call(self.at, reference.pack, (k, *profile, fmt))
+        first, second = (self.emit.call(self.at, operator.getitem, (both, i)) for i in (0, 1))
+        return first, second
+
+    def mask_bounds(self, mask: fx.Node, L: Any) -> fx.Node:
+        if self.gpu:
+            return self._op("mask_bounds", (mask, L, ops.KERNEL_VERSION))
+        return self.emit.call(self.at, reference.mask_bounds, (mask, L))
+
+    def sparse_decode(
+        self, arguments: tuple[Any, ...], slots: fx.Node | None, hint: fx.Node | None, **how: Any
+    ) -> fx.Node:
+        if self.gpu:
+            return self._op("sparse_decode", (*arguments, slots, hint), **how, version=ops.KERNEL_VERSION)
+        if slots is not None:
+            _, k, _, data, meta, dims, centre, spread, *_ = arguments
+            self.emit.call(self.at, reference.pack_rows_, (data, meta, k, slots, dims, centre, spread, how["fmt"]))
+        return self.emit.call(self.at, reference.sparse_decode, arguments, **how)
+
+    def _op(self, name: str, arguments: tuple[Any, ...], **keywords: Any) -> fx.Node:
+        return self.emit.call(self.at, getattr(torch.ops.fasa, name).default, arguments, **keywords)
 
 
 def rewrite(shadow: Shadow, plan: Plan) -> Rewritten:

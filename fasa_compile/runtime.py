@@ -19,7 +19,7 @@ import torch
 
 from fasa_compile.counters import count
 from fasa_compile.plan import Decision
-from fasa_compile.rewrite import ExtraInput
+from fasa_compile.rewrite import STATE_ROLES, ExtraInput
 from fasa_compile.sites import AttentionSite
 from fasa_compile.triton_kernels import ops
 from fasa_compile.triton_kernels.formats import fc_cache_spec
@@ -34,6 +34,7 @@ class PackedCache:
     key: weakref.ref[torch.Tensor]  # the K tensor it belongs to
     data: torch.Tensor
     meta: torch.Tensor
+    hint: torch.Tensor
     version: int = _UNTRACKED  # K._version at which data and meta agreed with K
     frozen: bool = False  # K may change without being counted: never trust ``version`` again
 
@@ -73,10 +74,10 @@ class _Keeper:
     def _allocate(self, k: torch.Tensor) -> PackedCache:
         B, Hkv, L, _ = self._canonical(k).shape
         width = self.constants["dims"].shape[1]
-        spec = fc_cache_spec(B, Hkv, L, width, self.decision.fc_format)
+        spec = (*fc_cache_spec(B, Hkv, L, width, self.decision.fc_format), ops.sparse_decode_state(B, Hkv))
         with torch.inference_mode(False):
-            data, meta = (torch.empty(shape, dtype=dtype, device=k.device) for shape, dtype in spec)
-        packed = PackedCache(weakref.ref(k, self._forget(id(k))), data, meta, frozen=k.is_inference())
+            data, meta, hint = (torch.zeros(shape, dtype=dtype, device=k.device) for shape, dtype in spec)
+        packed = PackedCache(weakref.ref(k, self._forget(id(k))), data, meta, hint, frozen=k.is_inference())
         self.caches[id(k)] = packed
         return packed
 
@@ -90,7 +91,9 @@ class _Keeper:
         packed.frozen |= capturing
         c = self.constants
         with torch.no_grad():
-            data, meta = ops.pack(canonical, c["dims"], c["centre"], c["spread"], self.decision.fc_format)
+            data, meta = torch.ops.fasa.pack(
+                canonical, c["dims"], c["centre"], c["spread"], self.decision.fc_format, ops.KERNEL_VERSION
+            )
             packed.data.copy_(data)
             packed.meta.copy_(meta)
         count("state_rebuilds")
@@ -110,18 +113,17 @@ class Runtime:
         self._lock = threading.Lock()
         self._keepers: list[_Keeper] = []
         self._fixed: list[torch.Tensor | None] = []  # extra inputs that never change; None where a keeper supplies it
-        self._supplied: list[tuple[int, int]] = []  # positions of a keeper's data and meta among the extra inputs
+        self._supplied: list[tuple[int, int, str]] = []  # (position among the extra inputs, keeper, role)
         self._cuda = any(item.fake.is_cuda for item in extra)
         constants: dict[int, dict[str, torch.Tensor]] = {}
         for position, item in enumerate(extra):
             decision, site = item.decision, item.decision.site
             assert isinstance(site, AttentionSite)
-            if item.role == "data":
-                assert site.cache.k_input is not None
-                self._keepers.append(_Keeper(decision, constants[site.index], site.cache.k_input))
-                self._supplied.append((position, position + 1))
-                self._fixed.append(None)
-            elif item.role == "meta":
+            if item.role in STATE_ROLES:
+                if item.role == "data":
+                    assert site.cache.k_input is not None
+                    self._keepers.append(_Keeper(decision, constants[site.index], site.cache.k_input))
+                self._supplied.append((position, len(self._keepers) - 1, item.role))
                 self._fixed.append(None)
             else:
                 value = profile_constant(decision, item.role).to(item.fake.device)
@@ -132,7 +134,7 @@ class Runtime:
         with self._lock:
             extra = self._fixed.copy()
             capturing = self._cuda and torch.cuda.is_current_stream_capturing()
-            for keeper, (data, meta) in zip(self._keepers, self._supplied, strict=True):
+            for keeper in self._keepers:
                 k = arguments[keeper.k_input]
                 packed = keeper.current
                 if packed is None or capturing or not packed.agrees(k):
@@ -140,8 +142,8 @@ class Runtime:
                     if packed is None or capturing or not packed.agrees(k):
                         packed = keeper.refresh(k, capturing=capturing)
                     keeper.current = packed
-                extra[data] = packed.data
-                extra[meta] = packed.meta
+            for position, keeper_index, role in self._supplied:
+                extra[position] = getattr(self._keepers[keeper_index].current, role)
             try:
                 result = self._compiled(*arguments, *extra)
             except BaseException:
