@@ -10,6 +10,7 @@ Dimension letters (as in ``fasa_compile.sites``): Hq query heads, Hkv KV heads, 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -91,7 +92,7 @@ def number(value: object, path: str, expected: str = "a finite number") -> float
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise FieldError(path, expected, shown(value))
     # Comparing before converting: float() of a huge int overflows.
-    if not -1.8e308 < value < 1.8e308:
+    if not -sys.float_info.max <= value <= sys.float_info.max:
         raise FieldError(path, expected, shown(value))
     return float(value)
 
