@@ -1,0 +1,131 @@
+"""Exact grouped-query decode attention: K and V are read once for all heads of a group, and only inside the bounds."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .attend import attend_tile, head_mask, load_query, merge_kernel, store_part
+from .launch import Device, Mask, device_of, mask_arguments, on_device, power_of_2, split_width
+from .score import row_range
+
+
+@triton.jit
+def dense_kernel(
+    q, k, v, mask, bounds, out, part, sinks,
+    stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
+    stride_vb, stride_vh, stride_vt, stride_vd, stride_mb, stride_mh, stride_mt, stride_bounds,
+    L, scale, softcap,
+    HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, WIDE: tl.constexpr,
+    MASK_KIND: tl.constexpr, PER_HEAD: tl.constexpr, HAS_BOUNDS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid (SPLITS, B * HKV): each program attends to an equal run of the row's valid range."""
+    split = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    b, h = row // HKV, row % HKV
+    first, stop, _, _ = row_range(bounds, b, stride_bounds, L, SPLITS, HAS_BOUNDS)
+    share = tl.cdiv(tl.cdiv(stop - first, SPLITS), BLOCK_N) * BLOCK_N
+    begin = first + split * share
+    end = tl.minimum(begin + share, stop)
+    q1, q2 = load_query(q, b, h, stride_qb, stride_qh, stride_qd, G, GP, D, D1, D2, WIDE)
+    m_i = tl.full((GP,), -float("inf"), tl.float32)
+    l_i = tl.zeros((GP,), tl.float32)
+    acc = tl.zeros((GP, DVP), tl.float32)
+    LOG2E: tl.constexpr = 1.4426950408889634
+    factor = scale * LOG2E
+    if SOFTCAP:
+        factor = scale
+    lane = tl.arange(0, BLOCK_N)
+    for n0 in range(begin, end, BLOCK_N):
+        inside = n0 + lane < end
+        token = (n0 + lane).to(tl.int64)
+        valid, bias = head_mask(
+            mask, b, h, token, inside, stride_mb, stride_mh, stride_mt, G, GP, MASK_KIND, PER_HEAD
+        )  # fmt: skip
+        seen = inside
+        if MASK_KIND != 0:
+            seen = tl.max(valid.to(tl.int32), axis=0) > 0
+        m_i, l_i, acc = attend_tile(
+            q1, q2, m_i, l_i, acc,
+            k + b * stride_kb + h * stride_kh + token * stride_kt, v + b * stride_vb + h * stride_vh + token * stride_vt,
+            seen, valid, bias, factor, softcap, stride_kd, stride_vd, D, D1, D2, DV, DVP, SOFTCAP,
+        )  # fmt: skip
+    store_part(out, part, sinks, row, split, SPLITS, h, m_i, l_i, acc, HKV, G, GP, DV, DVP, HAS_SINKS, SPLITS == 1)
+
+
+def attend_sizes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int | bool]:
+    """The compile-time arguments that dense and sparse attention share."""
+    Hkv, D, DV = k.shape[1], q.shape[3], v.shape[3]
+    G = q.shape[1] // Hkv
+    D1, D2 = split_width(D)
+    wide = q.dtype != k.dtype
+    return {
+        "HKV": Hkv, "G": G, "GP": max(16, power_of_2(G)), "D": D, "D1": D1, "D2": D2, "DV": DV,
+        "DVP": max(16, power_of_2(DV)), "WIDE": wide,
+    }  # fmt: skip
+
+
+def tile_tokens(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Tokens a tile holds, so that K and V of a tile, as the dots take them, fit in shared memory."""
+    width = (q.shape[3] + v.shape[3]) * max(k.element_size(), q.element_size())
+    return 64 if width <= 1024 else 32 if width <= 2048 else 16
+
+
+def strides_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bounds: Tensor | None) -> tuple[int, ...]:
+    """The stride arguments of the attention kernels, in their order."""
+    of_bounds = 0 if bounds is None or bounds.shape[0] == 1 else bounds.stride(0)
+    return (q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(), *mask.strides, of_bounds)
+
+
+def merge(
+    part: Tensor, sinks: Tensor | None, out: Tensor, splits: int, sizes: dict[str, int | bool], pdl: bool
+) -> None:
+    B, Hq = out.shape[:2]
+    merge_kernel[(B * Hq,)](
+        part, sinks, out, splits, HQ=Hq, G=sizes["G"], DV=sizes["DV"], DVP=sizes["DVP"],
+        SPLITS_P=power_of_2(splits), HAS_SINKS=sinks is not None, PDL=pdl, num_warps=4,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+
+
+def _splits(rows: int, tokens: int, block: int, device: Device) -> int:
+    """Enough programs to fill the GPU about twice, each with at least two tiles."""
+    wanted = max(1, (2 * device.sms + rows - 1) // rows)
+    return max(1, min(wanted, (tokens + 2 * block - 1) // (2 * block), 128))
+
+
+def dense_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    bounds: Tensor | None = None,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """``reference.dense_decode`` as kernels. Without ``bounds`` the whole cache is scanned, masked tokens unread."""
+    B, Hq, _, _ = q.shape
+    Hkv, L, DV = k.shape[1], k.shape[2], v.shape[3]
+    m = mask_arguments(mask)
+    sizes = attend_sizes(q, k, v)
+    block = tile_tokens(q, k, v)
+    splits = _splits(B * Hkv, L, block, device_of(q))
+    out = torch.empty((B, Hq, 1, DV), dtype=q.dtype, device=q.device)
+    part = torch.empty(
+        (B * Hkv * splits * (Hq // Hkv) * (DV + 2)) if splits > 1 else 1, dtype=torch.float32, device=q.device
+    )
+    with on_device(q):
+        dense_kernel[(splits, B * Hkv)](
+            q, k, v, m.tensor, bounds, out, part, sinks, *strides_of(q, k, v, m, bounds),
+            L, scale, softcap, **sizes, MASK_KIND=m.kind, PER_HEAD=m.per_head, HAS_BOUNDS=bounds is not None,
+            HAS_SINKS=sinks is not None, SOFTCAP=softcap != 0.0, SPLITS=splits, BLOCK_N=block, num_warps=4, num_stages=2,
+        )  # fmt: skip
+        if splits > 1:
+            merge(part, sinks, out, splits, sizes, pdl=False)
+    return out

@@ -1,0 +1,168 @@
+"""One decode step of FASA on the GPU: TIP (``score``), then selection and FAC (``attend``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .attend import fac_kernel
+from .bounds import mask_bounds
+from .dense_decode import attend_sizes, dense_decode, merge, strides_of, tile_tokens
+from .formats import INFO, REDUCTIONS, check_format
+from .launch import Device, device_of, mask_arguments, on_device, power_of_2
+from .pack import bytes_view, pack_rows_, pack_sizes
+from .score import tip_kernel
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """How a step is cut up. ``chunks * cap`` entries list a row's candidates; ``splits`` programs attend ``share`` each."""
+
+    chunks: int
+    cap: int
+    block_t: int
+    tip_warps: int
+    share: int
+    block_n: int
+    fac_warps: int
+    fac_stages: int
+    pdl: bool
+
+    def splits(self, n_fac: int) -> int:
+        return -(-n_fac // self.share)
+
+
+def configuration(rows: int, L: int, n_fac: int, block_n: int, device: Device) -> Configuration:
+    """A choice by shape alone: nothing is tuned at run time, so a first call costs compilation only.
+
+    TIP gets about eight programs per multiprocessor. The list has room for four times ``n_fac``: the cutoff of the step
+    before must hold ``n_fac`` tokens for the fast search, and real text moves it by half of that in a step (DESIGN 6).
+    """
+    block_t = 128
+    chunks = power_of_2(max(1, 8 * device.sms // rows))
+    chunks = max(1, min(chunks, 128, power_of_2(-(-L // block_t))))
+    room = max(8192 if n_fac <= 1024 else 8 * power_of_2(n_fac), 64 * chunks)
+    cap = max(16, min(room // chunks, power_of_2(-(-L // chunks) + 16)))
+    # Attending: about two programs per multiprocessor, each with whole tiles.
+    splits = max(1, min(2 * device.sms // rows, -(-n_fac // block_n)))
+    share = -(-n_fac // (splits * block_n)) * block_n
+    return Configuration(chunks, cap, block_t, 4, share, block_n, 8, 2, False)
+
+
+def sparse_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    data: Tensor | None,
+    meta: Tensor | None,
+    dims: Tensor | None,
+    centre: Tensor | None,
+    spread: Tensor | None,
+    norm: Tensor | None,
+    mask: Tensor | None = None,
+    bounds: Tensor | None = None,
+    slots: Tensor | None = None,
+    hint: Tensor | None = None,
+    *,
+    scale: float,
+    n_fac: int,
+    n_sink: int = 0,
+    n_recent: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    fmt: str = "int4",
+    reduction: str = "static",
+    kept: Tensor | None = None,
+    config: Configuration | None = None,
+) -> Tensor:
+    """``reference.sparse_decode`` as kernels; ``slots`` and ``hint`` as in ``ops``.
+
+    ``kept`` int32 ``[B * Hkv, splits * share]`` receives the selected tokens (untouched where fewer are valid) for
+    whoever checks the selection; ``config`` replaces ``configuration``'s choice for whoever measures it. ``data``, ``meta`` and ``hint``
+    must be contiguous. Raises ``ValueError`` as the reference does.
+    """
+    check_format(fmt)
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"unknown group reduction {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
+    if n_fac < 1 or n_sink < 0 or n_recent < 0 or n_sink + n_recent > n_fac:
+        raise ValueError(f"expected n_sink + n_recent <= n_fac, n_fac >= 1; got {n_sink} + {n_recent}, {n_fac}")
+    for name, state in (("data", data), ("meta", meta), ("hint", hint)):
+        if state is not None and not state.is_contiguous():
+            raise ValueError(f"{name} must be contiguous")
+    B, Hq, _, D = q.shape
+    Hkv, L, DV = k.shape[1], k.shape[2], v.shape[3]
+    if n_fac >= L and kept is None:
+        # The whole cache is within the budget, whatever is valid in it.
+        if data is not None and slots is not None:
+            pack_rows_(data, meta, k, slots, dims, centre, spread, fmt)
+        return dense_decode(q, k, v, mask, bounds, scale=scale, softcap=softcap, sinks=sinks)
+
+    dims, centre, spread, norm, sinks = (x if x is None else x.contiguous() for x in (dims, centre, spread, norm, sinks))
+    G, rows = Hq // Hkv, B * Hkv
+    device = device_of(q)
+    block_n = tile_tokens(q, k, v)
+    c = config or configuration(rows, L, n_fac, block_n, device)
+    splits = c.splits(n_fac)
+    if mask is not None and bounds is None:
+        bounds = mask_bounds(mask, L)
+    m = mask_arguments(mask)
+
+    def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=q.device)
+
+    GP = max(8, power_of_2(G))
+    keys = scratch(rows, L)
+    list_key = scratch(rows, c.chunks * c.cap)
+    list_token = scratch(rows, c.chunks * c.cap, dtype=torch.int32)
+    counts = scratch(rows, c.chunks + 1, dtype=torch.int32)
+    stats = scratch(rows, c.chunks, GP, 2) if reduction == "softmax_sum" else None
+    kept = scratch(rows, splits * c.share, dtype=torch.int32) if kept is None else kept
+    part = scratch(rows, splits, G, DV + 2) if splits > 1 else None
+    out = torch.empty((B, Hq, 1, DV), dtype=q.dtype, device=q.device)
+
+    W = 1 if dims is None else dims.shape[1]
+    engine, block_w = _engine(data, W, fmt, D, device)
+    if engine == "words":
+        GP = power_of_2(G)
+        stats = scratch(rows, c.chunks, GP, 2) if reduction == "softmax_sum" else None
+    strides = strides_of(q, k, v, m, bounds)
+    tip_strides = (*strides[:7], *strides[11:], 0 if slots is None or slots.dim() == 1 else slots.stride(0))
+    passes = ("stats", "keys-by-stats") if reduction == "softmax_sum" else ("keys",)
+    with on_device(q):
+        for number, step in enumerate(passes):
+            refresh = slots is not None and data is not None and number == 0
+            tip_kernel[(c.chunks, rows)](
+                q, k if data is None else bytes_view(data), meta, dims, centre, spread, norm, m.tensor, bounds,
+                slots if refresh else None, k, hint, keys, list_key, list_token, counts, stats,
+                *tip_strides, L, slots.shape[-1] if refresh else 0, scale, softcap, n_sink, n_recent,
+                HKV=Hkv, G=G, GP=GP, D=D, COLUMNS=1 if data is None else data.shape[3],
+                META=0 if meta is None else meta.shape[3], **pack_sizes(W, fmt),
+                MASK_KIND=m.kind, PER_HEAD=m.per_head, HAS_BOUNDS=bounds is not None, HAS_SLOTS=refresh,
+                HAS_HINT=hint is not None, HAS_NORM=norm is not None, SOFTCAP=softcap != 0.0, MAX=reduction == "max",
+                PASS=step, ENGINE=engine, FP8=device.fp8, BLOCK_W=block_w, BLOCK_T=c.block_t, CHUNKS=c.chunks, CAP=c.cap,
+                PDL=c.pdl, num_warps=c.tip_warps,
+            )  # fmt: skip
+        sizes = attend_sizes(q, k, v)
+        fac_kernel[(splits, rows)](
+            q, k, v, m.tensor, bounds, hint, keys, list_key, list_token, counts, kept, out, part, sinks,
+            *strides, L, n_fac, scale, softcap, kept.shape[1], **sizes,
+            MASK_KIND=m.kind, PER_HEAD=m.per_head, HAS_BOUNDS=bounds is not None, HAS_HINT=hint is not None,
+            HAS_SINKS=sinks is not None, SOFTCAP=softcap != 0.0, CHUNKS=c.chunks, CAP=c.cap, SPLITS=splits, SHARE=c.share,
+            BLOCK_N=c.block_n, PDL=c.pdl, num_warps=c.fac_warps, num_stages=c.fac_stages,
+            **({"launch_pdl": True} if c.pdl else {}),
+        )  # fmt: skip
+        if splits > 1:
+            merge(part, sinks, out, splits, sizes, c.pdl)
+    return out
+
+
+def _engine(data: Tensor | None, W: int, fmt: str, D: int, device: Device) -> tuple[str, int]:
+    """How TIP multiplies, and over how many dims at once: ``dp4a`` on words of four int8, tensor cores, or K itself."""
+    if data is None:
+        return "all", min(64, max(16, power_of_2(D)))
+    columns = data.shape[3]
+    if INFO[fmt].bits and columns % 4 == 0 and device.native:
+        return "words", power_of_2(columns)
+    return "dot", max(32 if data.element_size() == 1 else 16, power_of_2(columns))
