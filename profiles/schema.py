@@ -397,7 +397,8 @@ class FCProfile:
     ``data``       the calibration data: tokens, context lengths, fingerprint (plain JSON data)
     ``stats``      plain JSON data for people
 
-    Layers absent from ``layers`` stay dense. Raises ``ProfileError`` that names the field, what was expected and found.
+    A layer that is to stay dense is listed with ``dense=True``; the plan refuses a profile that lacks one of the graph's layers.
+    Raises ``ProfileError`` that names the field, what was expected and found.
     """
 
     layers: tuple[LayerProfile, ...]
