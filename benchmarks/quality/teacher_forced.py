@@ -8,6 +8,7 @@ Dimension letters: L tokens of the text and slots of the cache, N tokens at its 
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,11 +21,17 @@ from torch import Tensor
 Step = Callable[[Tensor, Any], Tensor]
 
 
+def cache_argument(forward: Callable[..., Any]) -> str:
+    """What a model's ``forward`` calls its KV cache: transformers renames ``past_key_values`` to ``cache``."""
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
+
+
 def step_of(forward: Callable[..., Any]) -> Step:
     """A decode step out of a model's ``forward``, as it is or compiled."""
+    name = cache_argument(forward)
 
     def step(token: Tensor, cache: Any) -> Tensor:
-        return forward(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1]
+        return forward(input_ids=token, use_cache=True, **{name: cache}).logits[:, -1]
 
     return step
 
@@ -35,7 +42,7 @@ def prefill(model: Any, ids: Tensor, slots: int) -> Any:
     from transformers import StaticCache
 
     cache = StaticCache(config=model.config, max_cache_len=slots)
-    model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_argument(model.forward): cache})
     return cache
 
 
