@@ -195,19 +195,27 @@ class LayerStats:
     def _add_text(self, q: Tensor, k: Tensor, scale: float, softcap: float) -> None:
         """``q [Hq, T, D]``, ``k [Hkv, L, D]``, all valid: query ``t`` sees the keys up to ``L - T + t``."""
         t, length = q.shape[1], k.shape[1]
-        for name, x in (("queries", q), ("keys", k)):
-            if not all(bool(part.isfinite().all()) for part in x.split(CHUNK, dim=1)):
-                raise CalibrationError(
-                    f"{self.layer}: {name}: expected finite values, found NaN or infinity after RoPE. Check the model's"
-                    " dtype (fp16 overflows where bf16 does not) and the calibration text, or leave this layer dense."
-                )
-        own = k[:, length - t :]
+        earlier, own = k[:, : length - t], k[:, length - t :]
+        self._check_finite("keys", earlier)
+        halves = list(self._halves)
         middle = (t + self._texts % 2) // 2  # alternating, so that calls of one token fill both halves
         for half, start, stop in ((0, 0, middle), (1, middle, t)):
             for at in range(start, stop, CHUNK):
                 end = min(at + CHUNK, stop)
-                self._halves[half] = self._halves[half].merged(self._moments(q[:, at:end], own[:, at:end]))
+                part = self._moments(q[:, at:end], own[:, at:end])
+                # One value that is not finite makes its dim's sum so, and the sums are small.
+                self._check_finite("queries", part.q2)
+                self._check_finite("keys", part.m2)
+                halves[half] = halves[half].merged(part)
+        self._halves = halves
         self._keep_sample(q, k, scale, softcap)
+
+    def _check_finite(self, name: str, x: Tensor) -> None:
+        if not bool(x.isfinite().all()):
+            raise CalibrationError(
+                f"{self.layer}: {name}: expected finite values, found NaN or infinity after RoPE. Check the model's"
+                " dtype (fp16 overflows where bf16 does not) and the calibration text, or leave this layer dense."
+            )
 
     def _moments(self, q: Tensor, k: Tensor) -> _Moments:
         k64 = k.to(self.device, torch.float64)

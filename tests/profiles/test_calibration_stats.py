@@ -136,6 +136,15 @@ def test_values_that_are_not_finite_name_the_layer(value: float, which: str) -> 
         stats().update(q, k, 1.0)
 
 
+def test_earlier_keys_that_are_not_finite_are_found_too() -> None:
+    q, k = text(20)
+    k[0, 0, 3, 3] = math.nan
+    s = stats()
+    with pytest.raises(CalibrationError, match="keys: expected finite values"):
+        s.update(q[:, :, 10:], k, 1.0)
+    assert s.tokens == 0
+
+
 def test_a_layer_never_reached_is_no_profile() -> None:
     with pytest.raises(CalibrationError, match=r"model\.layers\.3\.self_attn: expected at least 2 tokens, found 0"):
         stats().layer_profile("l", 2)
@@ -454,3 +463,18 @@ def test_softcap_does_not_depend_on_the_keys_mean() -> None:
         raw = 0.5 * queries @ sample.k[h].double().T
         want = (4.0 * torch.tanh(raw / 4.0)).masked_fill(~sample.visible(), -math.inf)
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_the_gpu_finds_the_same() -> None:
+    q, k = planted(3000, bias=350.0)
+    made = []
+    for device in ("cpu", "cuda"):
+        s = LayerStats(HQ, HKV, 24, WIDE, device, "l")
+        s.update(q.to(device), k.to(device), 24**-0.5)
+        made.append([s.layer_profile("l", 2, method) for method in METHODS])
+    for cpu, gpu in zip(*made, strict=True):
+        assert torch.equal(cpu.fcs, gpu.fcs)
+        close(cpu.centre, gpu.centre, 1e-6)
+        close(cpu.spread, gpu.spread, 1e-6)
+        close(cpu.norm, gpu.norm, 1e-3)

@@ -472,3 +472,20 @@ def test_partial_rotary_round_trips(tmp_path: Path) -> None:
     for suffix in SUFFIXES:
         one.save(tmp_path / f"p{suffix}")
         assert FCProfile.load(tmp_path / f"p{suffix}") == one
+
+
+def test_the_readme_documents_every_field() -> None:
+    readme = (Path(files.__file__).parent / "README.md").read_text()
+
+    def paths(value: Any, path: str) -> list[str]:
+        if path in ("layers[i].stats", "data", "stats", "model.extra") or not isinstance(value, dict):
+            return [path]
+        inner = [paths(v, f"{path}.{k}".lstrip(".")) for k, v in value.items()]
+        return [p for found in inner for p in found]
+
+    content = document()
+    for path in [
+        *paths({k: v for k, v in content.items() if k != "layers"}, ""),
+        *paths(content["layers"][0], "layers[i]"),
+    ]:
+        assert f"`{path}`" in readme, path
