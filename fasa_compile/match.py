@@ -17,6 +17,7 @@ from torch import fx
 
 from fasa_compile.capture import Shadow
 from fasa_compile.patterns import attention, cache, graph, layout, rope
+from fasa_compile.patterns import written as _written  # noqa: F401  (registers its anchor)
 from fasa_compile.patterns.attention import Found, Refused
 from fasa_compile.patterns.forms import Forms
 from fasa_compile.patterns.graph import Unreadable
@@ -192,30 +193,36 @@ class _Reader:
         """The cache behind the keys: which input it is, and whether the graph writes it again."""
         if keys.write is None or keys.where is None:
             return Cache("none")
+        name = keys.write.name
+        inputs = self.shadow.dynamo.graph.find_nodes(op="placeholder")
+        held = {self.shadow.value(p.name, output): i for i, p in enumerate(inputs) if self.shadow.is_written(i)}
+        for node, points in zip(keys.chain.nodes, keys.chain.points, strict=True):
+            if node in held:
+                steps = layout.solve(node, points, keys.canonical, keys.size, keys.group)
+                if steps is None:
+                    return Cache("static", name)
+                i = held[node]
+                return Cache(
+                    "static",
+                    name,
+                    k_input=i,
+                    k_steps=steps,
+                    slots=self._slots(keys, i, steps, output, trace),
+                    rewritten_later=node is not self.shadow.final[i],
+                )
+        return Cache("dynamic", name)
+
+    def _slots(self, keys: _Keys, i: int, steps: Any, output: str, trace: list[str]) -> Expr | None:
+        """The rows written, where all other rows stayed what and where they were when the graph began."""
+        assert keys.write is not None
+        slots = keys.write.slots
         ahead = layout.walk(keys.write.old, keys.chain.points[-1], self.tables.value)
         trace.extend(f"cache: {self._line(node)}" for node in ahead.nodes)
-        if keys.write.name == "cat" or ahead.end.op != "placeholder":
-            return Cache("dynamic", keys.write.name)
-        i = self.shadow.inputs.index(ahead.end)
-        if not self.shadow.is_written(i):
-            return Cache("dynamic", keys.write.name)
-        steps = layout.solve(ahead.end, ahead.points[-1], keys.canonical, keys.size, keys.group)
-        if steps is None:
-            return Cache("static", keys.write.name)
-        placeholder = self.shadow.dynamo.graph.find_nodes(op="placeholder")[i]
-        now = self.shadow.value(placeholder.name, output)
-        return Cache(
-            "static",
-            keys.write.name,
-            k_input=i,
-            k_steps=steps,
-            slots=self._slots(keys, output),
-            rewritten_later=now is not self.shadow.final[i],
-        )
-
-    def _slots(self, keys: _Keys, output: str) -> Expr | None:
-        slots = keys.write.slots if keys.write is not None else None
-        return slots if slots is not None and self.shadow.holder(slots.node, output) is not None else None
+        if slots is None or ahead.end is not self.shadow.inputs[i]:
+            return None
+        if layout.solve(ahead.end, ahead.points[-1], keys.canonical, keys.size, keys.group) != steps:
+            return None
+        return slots if self.shadow.holder(slots.node, output) is not None else None
 
     # ---- the rotary embedding -------------------------------------------------------------------------------------
 

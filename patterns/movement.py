@@ -136,29 +136,53 @@ Pull = Callable[[Sequence[Any], Size, Size, Points], Points]
 #: Operators of one tensor that only move: arguments after the tensor, input size, output size, points -> points of the input.
 PULL: dict[str, Pull] = {
     **dict.fromkeys(
-        "view _unsafe_view reshape unsqueeze squeeze flatten unflatten view_as reshape_as _reshape_alias".split(),
+        [
+            "view",
+            "_unsafe_view",
+            "reshape",
+            "unsqueeze",
+            "squeeze",
+            "flatten",
+            "unflatten",
+            "view_as",
+            "reshape_as",
+            "_reshape_alias",
+        ],
         _reshape,
     ),
     **dict.fromkeys(
-        "clone alias contiguous detach lift_fresh lift_fresh_copy _to_copy to type_as dropout positive view_copy".split(),
+        [
+            "clone",
+            "alias",
+            "contiguous",
+            "detach",
+            "lift_fresh",
+            "lift_fresh_copy",
+            "_to_copy",
+            "to",
+            "type_as",
+            "dropout",
+            "positive",
+            "view_copy",
+        ],
         _same,
     ),
-    **dict.fromkeys("expand expand_as broadcast_to".split(), _expand),
-    **dict.fromkeys("permute".split(), _permute),
-    **dict.fromkeys("transpose swapaxes swapdims t".split(), _transpose),
-    **dict.fromkeys("mT adjoint matrix_H".split(), _reverse_dims),
+    **dict.fromkeys(["expand", "expand_as", "broadcast_to"], _expand),
+    **dict.fromkeys(["permute"], _permute),
+    **dict.fromkeys(["transpose", "swapaxes", "swapdims", "t"], _transpose),
+    **dict.fromkeys(["mT", "adjoint", "matrix_H"], _reverse_dims),
     "numpy_T": lambda args, src, out, points: points[::-1],
     "slice": _slice,
     "narrow": lambda args, src, out, points: _slice([args[0], args[1], args[1] + args[2]], src, out, points),
     "select": _select,
-    **dict.fromkeys("repeat tile".split(), _repeat),
+    **dict.fromkeys(["repeat", "tile"], _repeat),
     "repeat_interleave": _repeat_interleave,
     "roll": _roll,
     "flip": _flip,
 }
 
 #: Of those, the ones that may round: they change the dtype.
-CASTS = frozenset("_to_copy to type_as".split())
+CASTS = frozenset(["_to_copy", "to", "type_as"])
 
 
 def _rounds_to_integers(node: fx.Node) -> bool:

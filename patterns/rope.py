@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fasa_compile.sites import Rope
 from fasa_compile.patterns.forms import Form
 from fasa_compile.patterns.graph import Unreadable
+from fasa_compile.sites import Rope
 
 
 class NotProven(Exception):

@@ -25,10 +25,26 @@ _LARGEST = 1 << 26  # elements of a table that may be computed: a 32k-token tabl
 
 #: Contractions: a projection of the tokens is one of these. Outer products (inverse frequencies by positions) are not.
 _CONTRACTIONS = frozenset(
-    "linear addmm mm bmm matmul einsum baddbmm addbmm mv dot convolution conv1d conv2d conv_transpose1d _scaled_mm".split()
+    [
+        "linear",
+        "addmm",
+        "mm",
+        "bmm",
+        "matmul",
+        "einsum",
+        "baddbmm",
+        "addbmm",
+        "mv",
+        "dot",
+        "convolution",
+        "conv1d",
+        "conv2d",
+        "conv_transpose1d",
+        "_scaled_mm",
+    ]
 )
 #: What attention and recurrences make is data whatever they are made of.
-_MIXERS = frozenset("scaled_dot_product_attention softmax _softmax scaled_dot_product_flash_attention".split())
+_MIXERS = frozenset(["scaled_dot_product_attention", "softmax", "_softmax", "scaled_dot_product_flash_attention"])
 
 
 def _contracts(node: fx.Node) -> bool:
@@ -60,6 +76,10 @@ class Marks:
 
     def is_data(self, node: fx.Node) -> bool:
         return bool(self.bits.get(node, DATA) & DATA)
+
+    def is_input(self, node: fx.Node) -> bool:
+        """Made of float inputs of the graph that are no parameters, and of nothing else."""
+        return self.bits.get(node, DATA) == 0 and graph.is_tensor(node) and graph.tensor(node).is_floating_point()
 
     def is_lane_weight(self, node: fx.Node) -> bool:
         """A learned factor that does not depend on the position, such as a norm's weight."""
