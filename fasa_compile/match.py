@@ -7,6 +7,8 @@ Nothing is edited, no guard is made, and no model is known by name.
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +18,14 @@ import torch
 from torch import fx
 
 from fasa_compile.capture import Shadow
-from fasa_compile.patterns import attention, cache, graph, layout, rope
+from fasa_compile.patterns import attention, cache, graph, layout, movement, rope
 from fasa_compile.patterns import written as _written  # noqa: F401  (registers its anchor)
 from fasa_compile.patterns.attention import Found, Refused
 from fasa_compile.patterns.forms import Forms
 from fasa_compile.patterns.graph import Unreadable
 from fasa_compile.patterns.movement import Points
 from fasa_compile.patterns.rope import NotProven, Turn
-from fasa_compile.patterns.tables import POSITION, Marks, Tables, mark
+from fasa_compile.patterns.tables import POSITION, Marks, Tables, is_size, mark
 from fasa_compile.sites import AttentionSite, Cache, Expr, NoMatch, Rope
 
 
@@ -48,6 +50,7 @@ class _Keys:
     canonical: Points
     size: tuple[int, ...]  # (B, Hq, L, D)
     group: int
+    symbolic: frozenset[int]  # the axes of size that are symbols
     write: cache.Write | None
     where: cache.Where | None
 
@@ -61,6 +64,7 @@ class _Reader:
         self.tables = Tables(shadow, self.marks)
         self.dynamo = {node.name: node for node in shadow.dynamo.graph.nodes}
         self.runs: Counter[str] = Counter()
+        self.twins = _twins(shadow.gm)
 
     def site(self, node: fx.Node, name: str, anchor: attention.Anchor, index: int) -> AttentionSite | NoMatch | None:
         trace: list[str] = []
@@ -102,19 +106,18 @@ class _Reader:
         keys = self._keys(found, (b, hq, length, d), t, trace)
         proven = self._prove(found, keys, t, trace)
 
-        def held(node: fx.Node) -> bool:
-            return self.shadow.holder(node, output) is not None
+        def held(node: fx.Node) -> fx.Node | None:
+            return self._held(node, output)
 
-        k = layout.settle(keys.chain, keys.canonical, keys.size, keys.group, held, graph.tensor(found.k.node).dtype)
+        k = layout.settle(
+            keys.chain, keys.canonical, keys.size, keys.group, held, graph.tensor(found.k.node).dtype, keys.symbolic
+        )
         if k is None:
             raise Refused(
                 "heads", "the keys could not be brought to [B, Hkv, L, D] by views of a value that the graph holds"
             )
         v = self._values(found, (b, hq, length, dv), keys.group, held)
         origin = self._origin(keys, output, trace)
-        for expr in (found.q, found.mask, found.sinks):
-            if expr is not None and not held(expr.node):
-                raise Refused("incomplete-pattern", f"{expr.node.name} has no node of its own in the traced graph")
         layer, source = self._place(output)
         return AttentionSite(
             index=index,
@@ -122,18 +125,18 @@ class _Reader:
             source=source,
             anchor=found.anchor,
             output=output,
-            q=found.q,
+            q=self._emitted(found.q, output),
             k=k,
             v=v,
             scale=found.scale,
             cache=origin,
             rope=proven,
             shape=self._shape(found, keys.group),
-            mask=found.mask,
+            mask=self._emitted(found.mask, output) if found.mask else None,
             mask_kind=found.mask_kind,
             is_causal=found.is_causal,
             softcap=found.softcap,
-            sinks=found.sinks,
+            sinks=self._emitted(found.sinks, output) if found.sinks else None,
             output_steps=found.output_steps,
             notes=found.notes,
         )
@@ -146,6 +149,19 @@ class _Reader:
             if name is not None and history and history[0][1] is node:
                 return name
         raise Refused("incomplete-pattern", f"no node of the traced graph holds the attention's result {node.name}")
+
+    def _held(self, node: fx.Node, output: str) -> fx.Node | None:
+        """The node, or one that computes the same by the same views, whose value the Dynamo graph holds at ``output``."""
+        for twin in (node, *self.twins.get(node, ())):
+            if self.shadow.holder(twin, output) is not None:
+                return twin
+        return None
+
+    def _emitted(self, expr: Expr, output: str) -> Expr:
+        node = self._held(expr.node, output)
+        if node is None:
+            raise Refused("incomplete-pattern", f"{expr.node.name} has no node of its own in the traced graph")
+        return Expr(node, expr.steps)
 
     def _line(self, node: fx.Node) -> str:
         name = self.shadow.origin.get(node, "")
@@ -169,20 +185,28 @@ class _Reader:
         chain, canonical = self._walk(found.k, size, found.repeat)
         trace.extend(f"keys: {self._line(node)}" for node in chain.nodes)
         group = layout.group_of(chain, canonical, size[1])
-        return self._join(chain, canonical, size, group, self.tables)
+        return self._join(chain, canonical, size, group, _symbolic(found.k), self.tables)
 
-    def _join(self, chain: layout.Chain, canonical: Points, size: tuple[int, ...], group: int, tables: Tables) -> _Keys:
+    def _join(
+        self,
+        chain: layout.Chain,
+        canonical: Points,
+        size: tuple[int, ...],
+        group: int,
+        symbolic: frozenset[int],
+        tables: Tables,
+    ) -> _Keys:
         """Reads the node at which the walk ended as a cache write, if it is one."""
         reader = cache.WRITES.get(graph.name(chain.end))
         where = layout.dim_of(chain, canonical, size) if reader is not None else None
         write = reader(chain.end, where, tables.value) if reader is not None and where is not None else None
-        return _Keys(chain, canonical, size, group, write, where)
+        return _Keys(chain, canonical, size, group, symbolic, write, where)
 
     def _values(self, found: Found, size: tuple[int, ...], group: int, held: Any) -> Expr:
         chain, canonical = self._walk(found.v, size, found.repeat)
         if size[1] % group or layout.group_of(chain, canonical, size[1]) % group:
             raise Refused("heads", "the values are shared by other groups of query heads than the keys")
-        v = layout.settle(chain, canonical, size, group, held, graph.tensor(found.v.node).dtype)
+        v = layout.settle(chain, canonical, size, group, held, graph.tensor(found.v.node).dtype, _symbolic(found.v))
         if v is None:
             raise Refused(
                 "heads", "the values could not be brought to [B, Hkv, L, Dv] by views of a value the graph holds"
@@ -198,7 +222,7 @@ class _Reader:
         held = {self.shadow.value(p.name, output): i for i, p in enumerate(inputs) if self.shadow.is_written(i)}
         for node, points in zip(keys.chain.nodes, keys.chain.points, strict=True):
             if node in held:
-                steps = layout.solve(node, points, keys.canonical, keys.size, keys.group)
+                steps = layout.solve(node, points, keys.canonical, keys.size, keys.group, keys.symbolic)
                 if steps is None:
                     return Cache("static", name)
                 i = held[node]
@@ -220,9 +244,11 @@ class _Reader:
         trace.extend(f"cache: {self._line(node)}" for node in ahead.nodes)
         if slots is None or ahead.end is not self.shadow.inputs[i]:
             return None
-        if layout.solve(ahead.end, ahead.points[-1], keys.canonical, keys.size, keys.group) != steps:
+        before = layout.solve(ahead.end, ahead.points[-1], keys.canonical, keys.size, keys.group, keys.symbolic)
+        if before != steps:
             return None
-        return slots if self.shadow.holder(slots.node, output) is not None else None
+        node = self._held(slots.node, output)
+        return Expr(node, slots.steps) if node is not None else None
 
     # ---- the rotary embedding -------------------------------------------------------------------------------------
 
@@ -256,7 +282,7 @@ class _Reader:
 
     def _turn(self, forms: Forms, expr: Expr, at: tuple[int, int, int], d: int, repeat: int, who: str) -> Turn:
         b, h, row = at
-        points = tuple(np.full(d, x, dtype=np.int64) for x in (b, h // repeat, row)) + (np.arange(d),)
+        points = (*(np.full(d, x, dtype=np.int64) for x in (b, h // repeat, row)), np.arange(d))
         node, inner = layout.follow(expr, points)
         form = forms.of(node, inner)
         return rope.turn(form, who, rope.tolerance(forms.precision))
@@ -281,19 +307,25 @@ class _Reader:
             if rope.moves(here, first, tol):
                 return True
         leaves = self._positions(forms)
-        for shift in (1, -1):
-            moved = {leaf: value + shift for leaf, value in leaves.items()}
+        moved_any = False
+        tensors = {leaf: value for leaf, value in leaves.items() if isinstance(value, torch.Tensor)}
+        numbers = {leaf: value for leaf, value in leaves.items() if leaf not in tensors}
+        for some, shift in itertools.product((leaves, tensors, numbers), (1, -1)):
+            moved = {leaf: value + shift for leaf, value in some.items()}
+            if not moved:
+                continue
             tables = Tables(self.shadow, self.marks, moved)
             try:
-                keys_there = self._join(keys.chain, keys.canonical, keys.size, keys.group, tables)
+                keys_there = self._join(keys.chain, keys.canonical, keys.size, keys.group, keys.symbolic, tables)
                 row = int(keys_there.write.rows[-1]) if keys_there.write is not None else int(rows[-1])
                 there = self._turns(Forms(tables), found, keys, t - 1, row)
             except Unreadable:
-                continue
+                continue  # an index out of its table, sizes that no longer fit
+            moved_any = True
             if rope.moves(here, there, tol):
                 return True
         # Positions that are literals of the graph cannot be moved; a turn that is not the identity was made by a table then.
-        return not leaves and bool(np.abs(here.angles).max() > 4 * tol)
+        return not moved_any and bool(np.abs(here.angles).max() > 4 * tol)
 
     def _positions(self, forms: Forms) -> dict[fx.Node, Any]:
         """Integer inputs that the rotation's tables were computed from, with their example values."""
@@ -304,13 +336,36 @@ class _Reader:
             if node in seen or not self.marks.bits.get(node, 0) & POSITION:
                 continue
             seen.add(node)
-            todo.extend(node.all_input_nodes)
-            if node.op == "placeholder":
+            if node.op == "placeholder" or is_size(node):
                 value = self.tables.example(node)
-                value = value.detach().cpu() if isinstance(value, torch.Tensor) else graph.hint(value)
                 if not (isinstance(value, torch.Tensor) and value.dtype == torch.bool):
                     leaves[node] = value
+            else:
+                todo.extend(node.all_input_nodes)
         return leaves
+
+
+def _twins(gm: fx.GraphModule) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """Nodes that move the same values alike. A view of a written tensor is made anew at each of its uses."""
+    first: dict[Any, fx.Node] = {}
+    alike: dict[fx.Node, list[fx.Node]] = {}
+    representative: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        if graph.name(node) not in movement.PULL:
+            continue
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: representative.get(n, n))
+        key = (node.target, repr(args), repr(kwargs))
+        leader = representative[node] = first.setdefault(key, node)
+        alike.setdefault(leader, []).append(node)
+    return {node: tuple(group) for group in alike.values() if len(group) > 1 for node in group}
+
+
+def _symbolic(expr: Expr) -> frozenset[int]:
+    return frozenset(i for i, s in enumerate(layout.symbolic_size(expr)) if not isinstance(s, int))
+
+
+#: What Dynamo puts before the path of a module: ``L['self']``, ``L['args'][0]``, ``L['fn']._modules['x']``.
+_ROOT = re.compile(r"^L\['\w+'\](\[\d+\])?")
 
 
 def layer_of(node: fx.Node) -> str:
@@ -318,11 +373,7 @@ def layer_of(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     if not stack:
         return ""
-    path = str(list(stack.values())[-1][0])
-    for root in ("L['self']", "L['args'][0]", "L['fn']", "L['mod']"):
-        if path.startswith(root):
-            path = path[len(root) :]
-            break
-    path = path.replace("_orig_mod", "").replace("._modules", "").replace("['", ".").replace("']", "")
-    path = path.replace("[", ".").replace("]", "")
+    path = _ROOT.sub("", str(list(stack.values())[-1][0]))
+    for old, new in (("_orig_mod", ""), ("._modules", ""), ("['", "."), ("']", ""), ("[", "."), ("]", "")):
+        path = path.replace(old, new)
     return ".".join(part for part in path.split(".") if part)

@@ -56,9 +56,14 @@ def register(*names: str) -> Callable[[Reader], Reader]:
     return add
 
 
-def _slots(index: fx.Node, at: Where) -> Expr | None:
-    """A one-dimensional index of rows as slots: int64 and counted from the canonical row 0."""
-    if at.offset or len(graph.shape(index)) > 1:
+def _rows(node: fx.Node, places: np.ndarray, at: Where) -> np.ndarray:
+    """Indices along the write's dim, negative ones included, as canonical rows of L."""
+    return places % graph.shape(node)[at.dim] - at.offset
+
+
+def _slots(index: fx.Node, places: np.ndarray, at: Where) -> Expr | None:
+    """A one-dimensional index of rows as slots: int64 and counted from the canonical row 0. None where it counts from the end."""
+    if at.offset or len(graph.shape(index)) > 1 or (places < 0).any():
         return None
     expr = Expr(index)
     if len(graph.shape(index)) == 0:
@@ -72,8 +77,8 @@ def _index_copy(node: fx.Node, at: Where, evaluate: Evaluate) -> Write | None:
     old, dim, index = node.args[:3]
     if graph.number(dim) % len(graph.shape(node)) != at.dim:
         return None
-    rows = evaluate(index).reshape(-1).numpy() - at.offset  # type: ignore[arg-type]
-    return Write("index_copy", old, rows, _slots(index, at))  # type: ignore[arg-type]
+    places = evaluate(index).reshape(-1).numpy()  # type: ignore[arg-type]
+    return Write("index_copy", old, _rows(node, places, at), _slots(index, places, at))  # type: ignore[arg-type]
 
 
 @register("index_put")
@@ -84,9 +89,10 @@ def _index_put(node: fx.Node, at: Where, evaluate: Evaluate) -> Write | None:
         return None
     used = [i for i, x in enumerate(indices) if x is not None]  # type: ignore[arg-type]
     index: fx.Node = indices[at.dim]  # type: ignore[index, assignment]
-    rows = evaluate(index).numpy() - at.offset
+    places = evaluate(index).numpy()
+    rows = _rows(node, places, at)
     if used == [at.dim]:
-        return Write("index_put", old, rows.reshape(-1), _slots(index, at))  # type: ignore[arg-type]
+        return Write("index_put", old, rows.reshape(-1), _slots(index, places, at))  # type: ignore[arg-type]
     if at.batch_dim is None or sorted(used) != sorted([at.dim, at.batch_dim]):
         return None
     batch = evaluate(indices[at.batch_dim]).numpy()  # type: ignore[index]
@@ -98,7 +104,7 @@ def _index_put(node: fx.Node, at: Where, evaluate: Evaluate) -> Write | None:
         return None
     slots = None
     own = graph.shape(index)
-    if not at.offset and graph.tensor(index).dtype == torch.int64:
+    if not at.offset and graph.tensor(index).dtype == torch.int64 and (places >= 0).all():
         if own == rows.shape:
             slots = Expr(index)
         elif own == (count,) and rows.shape[1] == 1:

@@ -160,10 +160,13 @@ def _line(canonical: Points, axis: int) -> np.ndarray:
     return index[np.unique(canonical[axis][index], return_index=True)[1]]
 
 
-def solve(node: fx.Node, points: Points, canonical: Points, size: Size, group: int = 1) -> Steps | None:
+def solve(
+    node: fx.Node, points: Points, canonical: Points, size: Size, group: int = 1, symbolic: frozenset[int] = frozenset()
+) -> Steps | None:
     """Views from ``node`` to the canonical [B, H / group, L, D], or None where no views do it.
 
-    ``points`` are the sample's points in the node; ``size`` is the canonical [B, H, L, D] that the sample was drawn from.
+    ``points`` are the sample's points in the node; ``size`` is the canonical [B, H, L, D] that the sample was drawn from, and
+    ``symbolic`` are the axes whose sizes are symbols: no view may hold a number in their place.
     """
     own = graph.shape(node)
     grouped = (canonical[0], canonical[1] // group, canonical[2], canonical[3])
@@ -181,7 +184,7 @@ def solve(node: fx.Node, points: Points, canonical: Points, size: Size, group: i
             return None
         strides.append(stride)
         offsets.append(offset)
-    return _views(node, own, strides, offsets, extents)
+    return _views(node, own, strides, offsets, extents, symbolic)
 
 
 def _unit(grouped: Points, axis: int) -> int:
@@ -192,7 +195,14 @@ def _unit(grouped: Points, axis: int) -> int:
     return int(np.flatnonzero(on)[0])
 
 
-def _views(node: fx.Node, own: Size, strides: list[dict[int, int]], offsets: list[int], extents: Size) -> Steps | None:
+def _views(
+    node: fx.Node,
+    own: Size,
+    strides: list[dict[int, int]],
+    offsets: list[int],
+    extents: Size,
+    symbolic: frozenset[int],
+) -> Steps | None:
     steps: list[tuple[Any, tuple[Any, ...]]] = []
     layout: list[int | None] = []  # the axis of each dim after the views so far; None: to be dropped
     drop: list[int] = []  # the index to take of those
@@ -216,12 +226,13 @@ def _views(node: fx.Node, own: Size, strides: list[dict[int, int]], offsets: lis
                 layout.append(None)
                 drop.append(offset)
             continue
-        if offset or inner != own[dim]:
-            if not isinstance(true[dim], int):
+        cut = bool(offset) or inner != own[dim] or isinstance(true[dim], int) != symbolic.isdisjoint(axes)
+        if cut:
+            if not (isinstance(true[dim], int) and symbolic.isdisjoint(axes)):
                 return None  # a slice whose end is a symbol: another node of the chain has it applied already
             steps.append((aten.slice.Tensor, (len(layout), offset, offset + inner)))
         if len(axes) > 1:
-            if not isinstance(true[dim], int):
+            if not symbolic.isdisjoint(axes):
                 return None
             steps.append((aten.unflatten.int, (len(layout), [extents[a] for a in axes])))
         layout.extend(axes)
@@ -241,7 +252,13 @@ def _views(node: fx.Node, own: Size, strides: list[dict[int, int]], offsets: lis
 
 
 def settle(
-    chain: Chain, canonical: Points, size: Size, group: int, held: Callable[[fx.Node], bool], dtype: torch.dtype
+    chain: Chain,
+    canonical: Points,
+    size: Size,
+    group: int,
+    held: Callable[[fx.Node], fx.Node | None],
+    dtype: torch.dtype,
+    symbolic: frozenset[int],
 ) -> Expr | None:
     """The node of the chain that the Dynamo graph holds and that the fewest views bring to the canonical layout.
 
@@ -250,11 +267,12 @@ def settle(
     """
     best: Expr | None = None
     for node, points in zip(reversed(chain.nodes), reversed(chain.points), strict=True):
-        steps = solve(node, points, canonical, size, group) if held(node) else None
-        if steps is not None:
+        kept = held(node)
+        steps = solve(node, points, canonical, size, group, symbolic) if kept is not None else None
+        if kept is not None and steps is not None:
             own = graph.tensor(node).dtype
             if torch.finfo(own).eps < torch.finfo(dtype).eps:
                 steps = (*steps, (aten.to.dtype, (dtype,)))
             if best is None or len(steps) < len(best.steps):
-                best = Expr(node, steps)
+                best = Expr(kept, steps)
     return best

@@ -73,7 +73,7 @@ def _transpose(args: Sequence[Any], src: Size, out: Size, points: Points) -> Poi
 
 
 def _reverse_dims(args: Sequence[Any], src: Size, out: Size, points: Points) -> Points:
-    return points[:-2] + (points[-1], points[-2])
+    return (*points[:-2], points[-1], points[-2])
 
 
 def _slice(args: Sequence[Any], src: Size, out: Size, points: Points) -> Points:

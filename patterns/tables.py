@@ -102,6 +102,9 @@ def mark(shadow: Shadow, data_inputs: frozenset[fx.Node] = frozenset()) -> Marks
             else:
                 bits[node] = POSITION
             continue
+        if is_size(node):  # a size says how many tokens there are, not what they say
+            bits[node] = POSITION
+            continue
         made_of = 0
         for source in node.all_input_nodes:
             made_of |= bits[source]
@@ -130,8 +133,9 @@ class Tables:
         self._arrays: dict[fx.Node, np.ndarray] = {}
 
     def example(self, leaf: fx.Node) -> Any:
-        """The example value of a placeholder, as it was given."""
-        return self._example[leaf]
+        """The value of a placeholder or a size, on the CPU."""
+        value = self._example.get(leaf, leaf.meta.get("val"))
+        return value.detach().cpu() if isinstance(value, torch.Tensor) else graph.hint(value)
 
     def value(self, node: fx.Node) -> Any:
         """The node's value on the CPU (a tensor, or a number). Raises ``Unreadable`` for data and for very large values."""
@@ -160,7 +164,7 @@ class Tables:
                 raise Unreadable(f"{head.name} depends on the tokens")
             if graph.is_tensor(head) and int(np.prod(graph.shape(head))) > _LARGEST:
                 raise Unreadable(f"{head.name} is too large to compute while matching")
-            missing = [n for n in head.all_input_nodes if n not in self._known]
+            missing = [n for n in head.all_input_nodes if n not in self._known and not is_size(head)]
             if missing:
                 todo.extend(missing)
                 continue
@@ -169,6 +173,8 @@ class Tables:
         return self._known[node]
 
     def _compute(self, node: fx.Node) -> Any:
+        if is_size(node):
+            return self._moved.get(node, graph.hint(node.meta["val"]))
         if node.op == "placeholder":
             self.leaves.add(node)
             if node in self._moved:
@@ -192,6 +198,11 @@ class Tables:
             return node.target(*args, **kwargs)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             raise Unreadable(f"{node.name} could not be computed: {str(error).splitlines()[0]}") from error
+
+
+def is_size(node: fx.Node) -> bool:
+    """A size, stride or offset of a tensor, read as a number."""
+    return graph.name(node).startswith("sym_")
 
 
 def _on_cpu(x: Any) -> Any:

@@ -90,6 +90,8 @@ def _scored(node: fx.Node, tables: Tables) -> fx.Node | None:
         return node.args[0] if isinstance(node.args[0], fx.Node) else None
     if kind in ("add", "sub", "mul", "div", "where", "true_divide"):
         operands = [x for x in node.args if isinstance(x, fx.Node) and graph.is_tensor(x) and _leads(x, tables)]
+        if len(operands) == 2 and kind in ("add", "sub"):  # minus their own maximum
+            operands = [x for x in operands if graph.shape(x)[-1:] == graph.shape(node)[-1:]]
         return operands[0] if len(operands) == 1 else None
     return None
 
@@ -178,7 +180,7 @@ class _Reading:
     def _read_scores(self) -> tuple[Dim, ...]:
         dims = self.scores.dims
         self.scale = self.scores.factor
-        if self.scores.added is not None:
+        if self.scores.added is not None and not self._zero(self.scores.added):
             self._masked(self.scores.added, dims, "additive", self.scores.added_factor)
         tanh: float | None = None
         for node, source in zip(reversed(self.before[:-1]), reversed(self.before), strict=False):
@@ -215,6 +217,10 @@ class _Reading:
         if tanh is not None and not self.softcap:
             self.softcap, self.scale = 1.0, tanh
         return dims
+
+    def _zero(self, node: fx.Node) -> bool:
+        """A baddbmm that was used as a scaled product: it adds zeros."""
+        return not self.tables.marks.bits.get(node, 1) and not bool(self.tables.value(node).any())
 
     def _no_dropout(self, node: fx.Node) -> None:
         if (
@@ -480,13 +486,11 @@ class _Reading:
         order = [have.index(a) for a in flat]
         if order != list(range(len(order))):
             steps.append((aten.permute.default, (order,)))
-        at = 0
-        for dim in dims:
+        for at, dim in enumerate(dims):
             if len(dim) > 1:
                 steps.append((aten.flatten.using_ints, (at, at + len(dim) - 1)))
             elif not dim:
                 steps.append((aten.unsqueeze.default, (at,)))
-            at += 1
         return tuple(steps)
 
     def _mask(self, batch: str | None, heads: list[str], row: str, last: str) -> tuple[Expr | None, str]:
