@@ -189,6 +189,9 @@ def fac_kernel(
     list_key += row * LIST
     list_token += row * LIST
 
+    if PDL:  # what was loaded so far is none of TIP's work; what follows is
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     counts += row * (CHUNKS + 1)
     c = tl.load(counts + tl.arange(0, CHUNKS))
     complete = tl.load(counts + CHUNKS) != 0
@@ -335,6 +338,8 @@ def merge_kernel(
     i = tl.arange(0, SPLITS_P)
     dv = tl.arange(0, DVP)
     use = i < splits
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     at = part + ((row * splits + i) * G + g) * (DV + 2)
     m = tl.load(at, mask=use, other=-float("inf"))
     top = tl.max(m, axis=0)

@@ -13,6 +13,7 @@ from .dense_decode import attend_sizes, dense_decode, merge, strides_of, tile_to
 from .formats import INFO, REDUCTIONS, check_format
 from .launch import Device, device_of, mask_arguments, on_device, power_of_2
 from .pack import bytes_view, pack_rows_, pack_sizes
+from .query import query_kernel
 from .score import tip_kernel
 
 
@@ -99,7 +100,9 @@ def sparse_decode(
             pack_rows_(data, meta, k, slots, dims, centre, spread, fmt)
         return dense_decode(q, k, v, mask, bounds, scale=scale, softcap=softcap, sinks=sinks)
 
-    dims, centre, spread, norm, sinks = (x if x is None else x.contiguous() for x in (dims, centre, spread, norm, sinks))
+    dims, centre, spread, norm, sinks = (
+        x if x is None else x.contiguous() for x in (dims, centre, spread, norm, sinks)
+    )
     G, rows = Hq // Hkv, B * Hkv
     device = device_of(q)
     block_n = tile_tokens(q, k, v)
@@ -112,7 +115,7 @@ def sparse_decode(
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
 
-    GP = max(8, power_of_2(G))
+    engine, GP, block_w = _engine(data, fmt, G, D, reduction, device)
     keys = scratch(rows, L)
     list_key = scratch(rows, c.chunks * c.cap)
     list_token = scratch(rows, c.chunks * c.cap, dtype=torch.int32)
@@ -121,28 +124,35 @@ def sparse_decode(
     kept = scratch(rows, splits * c.share, dtype=torch.int32) if kept is None else kept
     part = scratch(rows, splits, G, DV + 2) if splits > 1 else None
     out = torch.empty((B, Hq, 1, DV), dtype=q.dtype, device=q.device)
+    # Where the tensor cores do not take e4m3, the kernels decode bytes.
+    query, source, factors, sums = q, k, None, None
+    if data is not None:
+        source = data if device.fp8 else bytes_view(data)
+        query = scratch(rows, 2, GP, block_w, dtype=torch.int8 if INFO[fmt].bits else source.dtype)
+        factors, sums = scratch(rows, GP), scratch(rows, GP, dtype=torch.int32)
 
-    W = 1 if dims is None else dims.shape[1]
-    engine, block_w = _engine(data, W, fmt, D, device)
-    if engine == "words":
-        GP = power_of_2(G)
-        stats = scratch(rows, c.chunks, GP, 2) if reduction == "softmax_sum" else None
     strides = strides_of(q, k, v, m, bounds)
-    tip_strides = (*strides[:7], *strides[11:], 0 if slots is None or slots.dim() == 1 else slots.stride(0))
-    passes = ("stats", "keys-by-stats") if reduction == "softmax_sum" else ("keys",)
     with on_device(q):
-        for number, step in enumerate(passes):
-            refresh = slots is not None and data is not None and number == 0
+        if data is not None:
+            query_kernel[(rows,)](
+                q, k, dims, centre, spread, slots, bytes_view(data), meta, bytes_view(query), factors, sums,
+                *strides[:7], 0 if slots is None or slots.dim() == 1 else slots.stride(0),
+                L, 0 if slots is None else slots.shape[-1], scale,
+                HKV=Hkv, G=G, GP=GP, COLUMNS=data.shape[3], META=meta.shape[3], **pack_sizes(dims.shape[1], fmt),
+                HAS_SLOTS=slots is not None, BLOCK_W=block_w, PDL=c.pdl, num_warps=1,
+            )  # fmt: skip
+        for step in ("stats", "keys-by-stats") if reduction == "softmax_sum" else ("keys",):
+            pdl = c.pdl and data is not None
             tip_kernel[(c.chunks, rows)](
-                q, k if data is None else bytes_view(data), meta, dims, centre, spread, norm, m.tensor, bounds,
-                slots if refresh else None, k, hint, keys, list_key, list_token, counts, stats,
-                *tip_strides, L, slots.shape[-1] if refresh else 0, scale, softcap, n_sink, n_recent,
-                HKV=Hkv, G=G, GP=GP, D=D, COLUMNS=1 if data is None else data.shape[3],
-                META=0 if meta is None else meta.shape[3], **pack_sizes(W, fmt),
-                MASK_KIND=m.kind, PER_HEAD=m.per_head, HAS_BOUNDS=bounds is not None, HAS_SLOTS=refresh,
-                HAS_HINT=hint is not None, HAS_NORM=norm is not None, SOFTCAP=softcap != 0.0, MAX=reduction == "max",
-                PASS=step, ENGINE=engine, FP8=device.fp8, BLOCK_W=block_w, BLOCK_T=c.block_t, CHUNKS=c.chunks, CAP=c.cap,
-                PDL=c.pdl, num_warps=c.tip_warps,
+                query, factors, sums, source, meta, norm, m.tensor, bounds, hint,
+                keys, list_key, list_token, counts, stats,
+                *strides[:7], *strides[11:], L, scale, softcap, n_sink, n_recent,
+                HKV=Hkv, G=G, GP=GP, D=D, FMT=fmt, COLUMNS=1 if data is None else data.shape[3],
+                META=0 if meta is None else meta.shape[3], MASK_KIND=m.kind, PER_HEAD=m.per_head,
+                HAS_BOUNDS=bounds is not None, HAS_HINT=hint is not None, HAS_NORM=norm is not None,
+                SOFTCAP=softcap != 0.0, MAX=reduction == "max", PASS=step, ENGINE=engine, FP8=device.fp8,
+                BLOCK_W=block_w, BLOCK_T=c.block_t, CHUNKS=c.chunks, CAP=c.cap, PDL=pdl, num_warps=c.tip_warps,
+                **({"launch_pdl": True} if pdl else {}),
             )  # fmt: skip
         sizes = attend_sizes(q, k, v)
         fac_kernel[(splits, rows)](
@@ -158,11 +168,13 @@ def sparse_decode(
     return out
 
 
-def _engine(data: Tensor | None, W: int, fmt: str, D: int, device: Device) -> tuple[str, int]:
-    """How TIP multiplies, and over how many dims at once: ``dp4a`` on words of four int8, tensor cores, or K itself."""
+def _engine(data: Tensor | None, fmt: str, G: int, D: int, reduction: str, device: Device) -> tuple[str, int, int]:
+    """How TIP multiplies, over how many (padded) heads and dims: dp4a on words of four int8, tensor cores, or K itself."""
     if data is None:
-        return "all", min(64, max(16, power_of_2(D)))
+        return "all", max(16, power_of_2(G)), min(64, max(16, power_of_2(D)))
     columns = data.shape[3]
-    if INFO[fmt].bits and columns % 4 == 0 and device.native:
-        return "words", power_of_2(columns)
-    return "dot", max(32 if data.element_size() == 1 else 16, power_of_2(columns))
+    if INFO[fmt].bits and columns % 4 == 0 and device.native and reduction != "softmax_sum":
+        return "words", power_of_2(G), max(4, power_of_2(columns))
+    # 16 heads: the least that Hopper's e4m3 dot takes. (Others would do with 8, padding less.)
+    heads = max(16 if fmt == "fp8" else 8, power_of_2(G))
+    return "dot", heads, max(32 if data.element_size() == 1 else 16, power_of_2(columns))

@@ -1,0 +1,92 @@
+"""The query's side of TIP, once per row: dominant dims gathered, scaled and rounded as the FC format asks.
+
+The same small kernel refreshes the packed rows that this step wrote to the key cache, so that TIP reads them afterwards.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .pack import encode_e4m3, pack_tile, round_half_even, rounded_to
+
+
+@triton.jit
+def _scaled(q_rows, dims, spread, use, stride_qd):
+    """``y = (q * spread)[dims]`` without NaN and inf. ``q_rows [G, 1]`` pointers, ``dims, spread [1, W]``, ``use [G, W]``."""
+    at = tl.load(dims, mask=use, other=0)
+    y = tl.load(q_rows + at.to(tl.int64) * stride_qd, mask=use, other=0.0).to(tl.float32)
+    y = y * tl.load(spread, mask=use, other=0.0)
+    y = tl.where(y == y, y, 0.0)
+    return tl.minimum(tl.maximum(y, -3.3895313892515355e38), 3.3895313892515355e38)
+
+
+@triton.jit
+def _code(y, step):
+    q = round_half_even(tl.math.div_rn(y, tl.broadcast_to(step[:, None], y.shape)))
+    return tl.minimum(tl.maximum(q, -127.0), 127.0)
+
+
+@triton.jit
+def query_kernel(
+    q, k, dims, centre, spread, slots, data, meta, query, factors, sums,
+    stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd, stride_slots,
+    L, n_slots, scale,
+    HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, COLUMNS: tl.constexpr, META: tl.constexpr,
+    W: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, FMT: tl.constexpr, LIMIT: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (B * HKV,). Writes ``query [rows, 2, GP, BLOCK_W]`` (zero padded; the second half is int4's high nibbles),
+    ``factors [rows, GP]``, what turns a dot into a score, and ``sums [rows, GP]``, the codes' sums (integer formats)."""
+    row = tl.program_id(0).to(tl.int64)
+    b, h = row // HKV, row % HKV
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    g = tl.arange(0, GP)
+    w = tl.arange(0, BLOCK_W)
+    INT4: tl.constexpr = FMT == "int4"
+    END: tl.constexpr = HALF if INT4 else W
+    q_rows = q + b * stride_qb + (h * G + g[:, None]) * stride_qh
+    lo = _scaled(q_rows, (dims + h * W + w)[None, :], (spread + h * W + w)[None, :],
+                 (g < G)[:, None] & (w < END)[None, :], stride_qd)  # fmt: skip
+    largest = tl.max(tl.abs(lo), axis=1)
+    if INT4:
+        hi = _scaled(q_rows, (dims + h * W + HALF + w)[None, :], (spread + h * W + HALF + w)[None, :],
+                     (g < G)[:, None] & (HALF + w < W)[None, :], stride_qd)  # fmt: skip
+        largest = tl.maximum(largest, tl.max(tl.abs(hi), axis=1))
+    largest = tl.where(largest == 0.0, 1.0, largest)
+    at = query + (row * 2 * GP + g[:, None]) * BLOCK_W + w[None, :]
+    factor = tl.full((GP,), scale, tl.float32)
+    if FMT == "int4" or FMT == "int8":
+        step = tl.math.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32))
+        factor = factor * step
+        code = _code(lo, step)
+        total = tl.sum(code, axis=1)
+        tl.store(at, code.to(tl.int8))
+        if INT4:
+            code = _code(hi, step)
+            total += tl.sum(code, axis=1)
+            tl.store(at + GP * BLOCK_W, code.to(tl.int8))
+        tl.store(sums + row * GP + g, total.to(tl.int32))
+    elif FMT == "fp32":
+        tl.store(at, lo)
+    else:
+        step = tl.math.div_rn(largest, tl.full(largest.shape, 448.0 if FMT == "fp8" else 1.0, tl.float32))
+        factor = factor * step
+        y = tl.math.div_rn(lo, tl.broadcast_to(step[:, None], lo.shape))
+        y = tl.minimum(tl.maximum(y, -LIMIT), LIMIT)
+        if FMT == "fp8":
+            tl.store(at, encode_e4m3(y))
+        else:
+            tl.store(at, rounded_to(y, query.dtype.element_ty))
+    tl.store(factors + row * GP + g, factor)
+
+    if HAS_SLOTS:
+        for number in range(n_slots):
+            slot = tl.load(slots + b * stride_slots + number).to(tl.int64) + tl.zeros((1,), tl.int64)
+            pack_tile(
+                k + b * stride_kb + h * stride_kh + slot * stride_kt,
+                data + (row * L + slot) * COLUMNS, meta + (row * L + slot) * META,
+                dims + h * W, centre + h * W, spread + h * W, slot >= 0, stride_kd,
+                W, HALF, HALF_P, FMT, LIMIT,
+            )  # fmt: skip
