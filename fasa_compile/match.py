@@ -7,6 +7,7 @@ Nothing is edited, no guard is made, and no model is known by name.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections import Counter
@@ -53,6 +54,9 @@ class _Keys:
     symbolic: frozenset[int]  # the axes of size that are symbols
     write: cache.Write | None
     where: cache.Where | None
+    part: _Keys | None = (
+        None  # of keys that are joined along D (a latent cache): the dims that come straight from a cache
+    )
 
 
 class _Reader:
@@ -103,7 +107,8 @@ class _Reader:
         trace.append(f"{found.anchor}: {self._line(found.output)}")
         b, hq, t, d = layout.size_of(found.q)
         length, dv = layout.size_of(found.k)[2], layout.size_of(found.v)[3]
-        keys = self._keys(found, (b, hq, length, d), t, trace)
+        found = self._regrouped(found, (b, hq, length, d))
+        keys = self._keys(found, (b, hq, length, d), trace)
         proven = self._prove(found, keys, t, trace)
 
         def held(node: fx.Node) -> fx.Node | None:
@@ -181,11 +186,48 @@ class _Reader:
         node, points = layout.follow(expr, grouped)
         return layout.walk(node, points, self.tables.value), canonical
 
-    def _keys(self, found: Found, size: tuple[int, ...], t: int, trace: list[str]) -> _Keys:
+    def _regrouped(self, found: Found, size: tuple[int, ...]) -> Found:
+        """The attention with its query heads in the order of the KV heads, where heads were tiled (``k.repeat(1, G, 1, 1)``).
+
+        Raises ``Refused`` where query heads read KV heads in any other way than in equal consecutive groups or tiles.
+        """
+        heads = size[1]
+        chain, canonical = self._walk(found.k, size, found.repeat)
+        read = layout.heads_read(chain, canonical, heads)
+        count = len(set(read))
+        if heads % count == 0 and read == [h // (heads // count) for h in range(heads)]:
+            return found
+        if heads % count or read != [h % count for h in range(heads)] or found.repeat != 1:
+            raise Refused("heads", f"query heads read the KV heads {read}, not equal consecutive groups of them")
+        if found.sinks is not None or (found.mask is not None and layout.size_of(found.mask)[-3:-2] not in ((), (1,))):
+            raise Refused("heads", "heads are tiled, and the mask or the sinks tell them apart")
+        aten, group = torch.ops.aten, heads // count
+
+        def sort(expr: Expr) -> Expr:
+            parted = expr.then(aten.unflatten.int, 1, [group, count]).then(aten.permute.default, [0, 2, 1, 3, 4])
+            return parted.then(aten.flatten.using_ints, 1, 2)
+
+        back = (
+            (aten.unflatten.int, (1, [count, group])),
+            (aten.permute.default, ([0, 2, 1, 3, 4],)),
+            (aten.flatten.using_ints, (1, 2)),
+        )
+        return dataclasses.replace(
+            found, q=sort(found.q), k=sort(found.k), v=sort(found.v), output_steps=(*back, *found.output_steps)
+        )
+
+    def _keys(self, found: Found, size: tuple[int, ...], trace: list[str]) -> _Keys:
         chain, canonical = self._walk(found.k, size, found.repeat)
         trace.extend(f"keys: {self._line(node)}" for node in chain.nodes)
         group = layout.group_of(chain, canonical, size[1])
-        return self._join(chain, canonical, size, group, _symbolic(found.k), self.tables)
+        keys = self._join(chain, canonical, size, group, _symbolic(found.k), self.tables)
+        if keys.write is None:
+            for low, high in layout.joined(chain, canonical, self.tables.value):
+                dims = dataclasses.replace(found, k=found.k.then(torch.ops.aten.slice.Tensor, 3, low, high))
+                part = self._keys(dims, (*size[:3], high - low), trace)
+                if part.write is not None:
+                    return dataclasses.replace(keys, write=part.write, where=part.where, part=part)
+        return keys
 
     def _join(
         self,
@@ -217,6 +259,8 @@ class _Reader:
         """The cache behind the keys: which input it is, and whether the graph writes it again."""
         if keys.write is None or keys.where is None:
             return Cache("none")
+        if keys.part is not None:  # no buffer holds the keys: part of them is computed from the cache at every step
+            return Cache(self._origin(keys.part, output, trace).kind, "latent")
         name = keys.write.name
         inputs = self.shadow.dynamo.graph.find_nodes(op="placeholder")
         held = {self.shadow.value(p.name, output): i for i, p in enumerate(inputs) if self.shadow.is_written(i)}
@@ -316,7 +360,12 @@ class _Reader:
                 continue
             tables = Tables(self.shadow, self.marks, moved)
             try:
-                keys_there = self._join(keys.chain, keys.canonical, keys.size, keys.group, keys.symbolic, tables)
+                source = keys
+                while source.part is not None:
+                    source = source.part
+                keys_there = self._join(
+                    source.chain, source.canonical, source.size, source.group, source.symbolic, tables
+                )
                 row = int(keys_there.write.rows[-1]) if keys_there.write is not None else int(rows[-1])
                 there = self._turns(Forms(tables), found, keys, t - 1, row)
             except Unreadable:

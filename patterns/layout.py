@@ -116,17 +116,14 @@ def _settled(node: fx.Node, points: Points) -> bool:
 
 
 def group_of(chain: Chain, canonical: Points, heads: int) -> int:
-    """How many consecutive query heads read one KV head, told by where the heads' first elements come from."""
-    end_points = chain.points[-1]
-    first = _line(canonical, 1)
-    origin = [p[first[0]] for p in end_points]
-    group = 1
-    for i in first[1:]:
-        if any(p[i] != o for p, o in zip(end_points, origin, strict=True)):
-            break
-        group += 1
-    if heads % group:
-        raise Unreadable(f"{heads} query heads in groups of {group}")
+    """How many consecutive query heads read one KV head, told by where the heads' first elements come from.
+
+    Raises ``Unreadable`` where the query heads do not read KV heads in equal consecutive groups.
+    """
+    read = heads_read(chain, canonical, heads)
+    group = heads // len(set(read))
+    if read != [h // group for h in range(heads)]:
+        raise Unreadable(f"query heads read the KV heads {read}, not equal consecutive groups of them")
     return group
 
 
@@ -148,6 +145,29 @@ def dim_of(chain: Chain, canonical: Points, size: Size) -> Where | None:
         sizes = graph.shape(chain.end)
         batch_dims = [i for i, s in enumerate(sizes) if s == 1 and i != moving[0]][:1]
     return Where(moving[0], offset, batch_dims[0] if len(batch_dims) == 1 else None, size[2])
+
+
+def joined(chain: Chain, canonical: Points, evaluate: movement.Evaluate) -> list[tuple[int, int]]:
+    """Ranges of D that the node at the end of a walk takes from different places; empty where it does not join along D."""
+    along = _line(canonical, 3)
+    parts = movement.partition(chain.end, tuple(p[along] for p in chain.points[-1]), evaluate)
+    ranges = []
+    for part in parts or ():
+        if part.select is None or part.node is None:
+            return []
+        dims = np.flatnonzero(part.select)
+        if len(dims) != dims[-1] - dims[0] + 1:
+            return []
+        ranges.append((int(dims[0]), int(dims[-1]) + 1))
+    return sorted(ranges)
+
+
+def heads_read(chain: Chain, canonical: Points, heads: int) -> list[int]:
+    """For each query head the number of the KV head it reads, counted by first appearance."""
+    line = _line(canonical, 1)
+    places = list(zip(*(p[line].tolist() for p in chain.points[-1]), strict=True))
+    first: dict[tuple[int, ...], int] = {}
+    return [first.setdefault(place, len(first)) for place in places][:heads]
 
 
 def _line(canonical: Points, axis: int) -> np.ndarray:

@@ -56,15 +56,14 @@ def _contracts(node: fx.Node) -> bool:
         terms = sides[0].split(",")
         kept = sides[1] if len(sides) > 1 else "".join(c for c in sides[0] if sides[0].count(c) == 1)
         extent = {
-            c: graph.shape(op)[i - len(t)]  # type: ignore[arg-type]
+            c: graph.hint(graph.tensor(op).shape[i - len(t)])  # type: ignore[arg-type]
             for t, op in zip(terms, operands, strict=True)  # type: ignore[arg-type]
             for i, c in enumerate(t)
         }
         return any(c not in kept and extent[c] > 1 for t in terms for c in t)
-    if kind in ("mm", "bmm", "matmul", "linear", "mv", "dot"):
-        return graph.shape(node.args[0])[-1] > 1  # type: ignore[arg-type]
-    if kind in ("addmm", "baddbmm", "addbmm"):
-        return graph.shape(node.args[1])[-1] > 1  # type: ignore[arg-type]
+    first = {"addmm": 1, "baddbmm": 1, "addbmm": 1}.get(kind, 0)
+    if kind in ("mm", "bmm", "matmul", "linear", "mv", "dot") or first:
+        return graph.hint(graph.tensor(node.args[first]).shape[-1]) > 1  # type: ignore[arg-type]
     return True
 
 

@@ -89,11 +89,19 @@ def _scored(node: fx.Node, tables: Tables) -> fx.Node | None:
     if kind in _VIEWS | _KEEPS | _TURNS | {"slice", "expand", "tanh", "masked_fill", "neg"}:
         return node.args[0] if isinstance(node.args[0], fx.Node) else None
     if kind in ("add", "sub", "mul", "div", "where", "true_divide"):
-        operands = [x for x in node.args if isinstance(x, fx.Node) and graph.is_tensor(x) and _leads(x, tables)]
-        if len(operands) == 2 and kind in ("add", "sub"):  # minus their own maximum
-            operands = [x for x in operands if graph.shape(x)[-1:] == graph.shape(node)[-1:]]
+        operands = [x for x in node.args if isinstance(x, fx.Node) and graph.is_tensor(x) and _straight(x, tables)]
         return operands[0] if len(operands) == 1 else None
     return None
+
+
+def _straight(node: fx.Node, tables: Tables) -> bool:
+    """Whether one way that can be read leads back to a product of two tensors that depend on the tokens."""
+    head: fx.Node | None = node
+    while head is not None and tables.marks.is_data(head):
+        if of_data(head, tables):
+            return True
+        head = _scored(head, tables)
+    return False
 
 
 def _leads(node: fx.Node, tables: Tables, depth: int = 24) -> bool:
@@ -273,7 +281,7 @@ class _Reading:
             raise Refused("unknown-mask", f"a second mask, {mask.name}")
         if factor != 1.0:
             raise Refused("unknown-mask", f"the mask {mask.name} is scaled by {factor}")
-        if self.tables.marks.is_data(mask) and _leads(mask, self.tables):
+        if _straight(mask, self.tables):
             raise Refused("unknown-attention", f"the scores are a sum of products ({mask.name})")
         self.mask = (mask, dims, kind)
 
