@@ -310,10 +310,14 @@ class _Reader:
         if len(rows) != t:
             raise Refused("incomplete-pattern", f"{t} queries, {len(rows)} new keys")
         forms = Forms(self.tables)
-        here = self._turns(forms, found, keys, t - 1, int(rows[-1]), trace)
+        try:
+            here = self._turns(forms, found, keys, t - 1, int(rows[-1]), trace)
+        except NotProven:
+            # Sums ahead of the rotation (adapters, convolutions beside a mean) are no part of it: read again without them.
+            forms = Forms(self.tables, through_sums=False)
+            here = self._turns(forms, found, keys, t - 1, int(rows[-1]), trace)
         tol = rope.tolerance(forms.precision)
-        if not self._moves(found, keys, forms, here, rows, t, tol):
-            raise NotProven("rope-not-proven", "the rotation is the same at every position")
+        self._moves(found, keys, forms, here, rows, t, tol)
         return rope.rope(here, keys.size[3])
 
     def _ready_made(self, found: Found, keys: _Keys, t: int) -> Rope:
@@ -344,37 +348,40 @@ class _Reader:
         assert k is not None
         return k
 
-    def _moves(self, found: Found, keys: _Keys, forms: Forms, here: Turn, rows: np.ndarray, t: int, tol: float) -> bool:
-        """Whether the rotation depends on the position: other new tokens, then other values of the graph's integer inputs."""
+    def _moves(self, found: Found, keys: _Keys, forms: Forms, here: Turn, rows: np.ndarray, t: int, tol: float) -> None:
+        """Proves that the rotation turns with the position and starts unturned: at other new tokens, then at other values of
+        the graph's integer inputs. Raises ``NotProven``."""
+        leaves = self._positions(forms)
+        largest = keys.size[2] + max((int(np.max(np.asarray(v))) for v in leaves.values() if np.size(v)), default=0)
         if t > 1:
             first = self._turns(forms, found, keys, 0, int(rows[0]))
             if rope.moves(here, first, tol):
-                return True
-        leaves = self._positions(forms)
+                return rope.starts_unturned(here, first, t - 1, largest)
         moved_any = False
         tensors = {leaf: value for leaf, value in leaves.items() if isinstance(value, torch.Tensor)}
         numbers = {leaf: value for leaf, value in leaves.items() if leaf not in tensors}
         for some, shift in itertools.product((leaves, tensors, numbers), (1, -1)):
-            moved = {leaf: value + shift for leaf, value in some.items()}
-            if not moved:
+            if not some:
                 continue
-            tables = Tables(self.shadow, self.marks, moved)
+            tables = Tables(self.shadow, self.marks, {leaf: value + shift for leaf, value in some.items()})
             try:
-                source = keys
-                while source.part is not None:
-                    source = source.part
-                keys_there = self._join(
-                    source.chain, source.canonical, source.size, source.group, source.symbolic, tables
-                )
-                row = int(keys_there.write.rows[-1]) if keys_there.write is not None else int(rows[-1])
-                there = self._turns(Forms(tables), found, keys, t - 1, row)
-            except Unreadable:
+                row = int(self._rows(keys, tables, rows)[-1])
+                there = self._turns(Forms(tables, forms.through_sums), found, keys, t - 1, row)
+            except (Unreadable, ValueError, IndexError):
                 continue  # an index out of its table, sizes that no longer fit
             moved_any = True
             if rope.moves(here, there, tol):
-                return True
+                return rope.starts_unturned(here, there, 1, largest)
         # Positions that are literals of the graph cannot be moved; a turn that is not the identity was made by a table then.
-        return not moved_any and bool(np.abs(here.angles).max() > 4 * tol)
+        if moved_any or np.abs(here.angles).max() <= 4 * tol:
+            raise NotProven("rope-not-proven", "the rotation is the same at every position that was tried")
+
+    def _rows(self, keys: _Keys, tables: Tables, rows: np.ndarray) -> np.ndarray:
+        """The rows of L that are written where the graph's inputs have other values."""
+        while keys.part is not None:
+            keys = keys.part
+        there = self._join(keys.chain, keys.canonical, keys.size, keys.group, keys.symbolic, tables)
+        return there.write.rows if there.write is not None else rows
 
     def _positions(self, forms: Forms) -> dict[fx.Node, Any]:
         """Integer inputs that the rotation's tables were computed from, with their example values."""

@@ -7,7 +7,8 @@ merge. Two operands share an atom where the product pairs it up, and the atoms t
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import fx
 
@@ -29,8 +30,8 @@ class Product:
     right_dims: tuple[Dim, ...]
     dims: tuple[Dim, ...]
     added: fx.Node | None = None
-    factor: float = 1.0
-    added_factor: float = 1.0
+    factor: Any = 1.0  # a number, or the node of a symbolic one
+    added_factor: Any = 1.0
 
 
 class Atoms:
@@ -93,12 +94,10 @@ def product(node: fx.Node, atoms: Atoms) -> Product | None:
     if kind == "baddbmm":
         added, left, right = node.args[:3]
         plain = _matmul(node, left, right, atoms)  # type: ignore[arg-type]
-        beta, alpha = graph.argument(node, 3, "beta", 1), graph.argument(node, 4, "alpha", 1)
-        if plain is None or isinstance(beta, fx.Node) or isinstance(alpha, fx.Node):
+        if plain is None:
             return None
-        return Product(
-            **{**plain.__dict__, "added": added if beta else None, "factor": float(alpha), "added_factor": float(beta)}
-        )
+        beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
+        return replace(plain, added=added if beta != 0 else None, factor=alpha, added_factor=beta)
     if kind == "einsum":
         return _einsum(node, atoms)
     return None

@@ -44,6 +44,10 @@ class Form:
     def constant(self) -> bool:
         return not self.atom.any()
 
+    def sources(self) -> set[int]:
+        """Numbers of the nodes whose elements are the atoms."""
+        return set((self.atom[self.atom != _CONSTANT] >> 40).tolist())
+
     def times(self, by: np.ndarray | float | complex) -> Form:
         return Form(self.coefficient * (by[:, None] if isinstance(by, np.ndarray) else by), self.atom, self.factor)
 
@@ -68,10 +72,14 @@ def _constant(values: np.ndarray) -> Form:
 
 
 class Forms:
-    """Reads linear forms off one shadow graph. ``stop`` holds nodes to be treated as atoms."""
+    """Reads linear forms off one shadow graph.
 
-    def __init__(self, tables: Tables, stop: frozenset[fx.Node] = frozenset()) -> None:
-        self.tables, self.stop = tables, stop
+    With ``through_sums`` false, a sum of tensors that come from different places (an adapter's output and the projection it
+    corrects) is an atom of its own; a rotation sums dims of one tensor.
+    """
+
+    def __init__(self, tables: Tables, through_sums: bool = True) -> None:
+        self.tables, self.through_sums = tables, through_sums
         self.numbers = {n: i + 1 for i, n in enumerate(tables.shadow.gm.graph.nodes)}
         self.nodes = {i: n for n, i in self.numbers.items()}
         self.seen: dict[fx.Node, None] = {}  # data nodes looked through, in order
@@ -87,8 +95,6 @@ class Forms:
         """The given elements of a node. Raises ``Unreadable`` where a table cannot be computed."""
         if not self.tables.marks.is_data(node):
             return self._table(node, points)
-        if node in self.stop:
-            return self._atom(node, points)
         parts = movement.partition(node, points, self.tables.value)
         if parts is not None:
             self.seen[node] = None
@@ -144,15 +150,20 @@ class Forms:
             raise Unreadable(f"argument {position} of {node.name} is not a number")
         return _constant(np.full(len(points[0]), x))
 
+    def _per_token(self, node: fx.Node, position: int) -> bool:
+        """Whether an argument has one element where the result has a row of lanes."""
+        x = node.args[position]
+        return graph.is_tensor(x) and graph.shape(x)[-1:] == (1,) != graph.shape(node)[-1:]  # type: ignore[arg-type]
+
     def product(self, node: fx.Node, a: Form, b: Form, invert: bool = False) -> Form | None:
         """a * b (or a / b), for arguments 0 and 1 of ``node``; None where both are data and neither is shared by the lanes."""
         if not b.constant and (invert or not a.constant):
-            shared = _shared(b)
+            shared = _shared(b, self._per_token(node, 1))
             if shared is not None:
                 return Form(
                     a.coefficient, a.atom, np.where(a.atom != _CONSTANT, a.factor + (-shared if invert else shared), 0)
                 )
-            if invert or (shared := _shared(a)) is None:
+            if invert or (shared := _shared(a, self._per_token(node, 0))) is None:
                 return None
             return Form(b.coefficient, b.atom, np.where(b.atom != _CONSTANT, b.factor + shared, 0))
         data, by, source = (a, b, node.args[1]) if b.constant else (b, a, node.args[0])
@@ -168,9 +179,9 @@ def _count(part: movement.Part, count: int) -> int:
     return count if part.select is None else int(part.select.sum())
 
 
-def _shared(form: Form) -> int | None:
-    """The name of a data factor that is the same for all N elements, or None. Needs more than one element to tell."""
-    if len(form.atom) < 2:
+def _shared(form: Form, per_token: bool) -> int | None:
+    """The name of a data factor that is the same for all N elements, or None. One element alone does not tell."""
+    if len(form.atom) < 2 and not per_token:
         return None
     first = (form.coefficient[:1], form.atom[:1], form.factor[:1])
     if all((x == y).all() for x, y in zip((form.coefficient, form.atom, form.factor), first, strict=True)):
@@ -215,7 +226,11 @@ def _add(sign: float, swapped: bool = False) -> Rule:
         for constant in (a, b):
             if constant.constant and constant.coefficient.any():
                 return None  # a bias: not a linear map of what it was added to
-        return b if a.constant else a if b.constant else a.plus(b)
+        if a.constant or b.constant:
+            return b if a.constant else a
+        if not forms.through_sums and not (a.sources() & b.sources()):
+            return None
+        return a.plus(b)
 
     return rule
 

@@ -147,6 +147,23 @@ def moves(before: Turn, after: Turn, tol: float) -> bool:
     return before.pairs == after.pairs and _apart(before.angles, after.angles) > 4 * tol
 
 
+def starts_unturned(here: Turn, there: Turn, steps: int, largest: int) -> None:
+    """Refuses a turn that is not the identity at position 0, such as one with cos and sin exchanged.
+
+    The slowest plane tells: it turns by so little a position that it can have come only so far in ``largest`` positions. (Where
+    it may have come round, nothing is told.) Raises ``NotProven``.
+    """
+    step = np.abs((there.angles - here.angles + math.pi) % (2 * math.pi) - math.pi) / steps
+    slowest = int(np.argmin(step))
+    far = 2 * step[slowest] * largest + 0.1
+    if far < 1.0 and abs(here.angles[slowest]) > far:
+        raise NotProven(
+            "rope-not-proven",
+            f"dims {here.pairs[slowest]} turn by {step[slowest]:.2g} rad a position, but stand at {here.angles[slowest]:.3g} rad: "
+            "the rotation is not the identity at position 0",
+        )
+
+
 def rope(k: Turn, head_dim: int) -> Rope:
     """The proven embedding as data. The magnitude is that of the keys, relative to the dims that are not turned."""
     if not k.pairs:

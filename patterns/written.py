@@ -134,11 +134,21 @@ def constant(x: Any, tables: Tables) -> float:
     if isinstance(x, fx.Node):
         value = x.meta.get("val")
         if isinstance(value, torch.SymFloat):
-            return float(value)
+            return _fixed(x)
         if isinstance(value, torch.Tensor) and value.numel() == 1 and not tables.marks.bits.get(x, 1):
             return float(tables.value(x))
         raise Refused("unsupported-value", f"{x.name} is not a constant of the graph")
     return float(x)
+
+
+def _fixed(node: fx.Node) -> float:
+    """The value of a symbolic float, after a guard on each symbol that it is computed from."""
+    sources = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.SymFloat)]
+    if not sources:
+        return float(node.meta["val"])
+    for source in sources:
+        _fixed(source)
+    return float(graph.hint(node.meta["val"]))
 
 
 @dataclass
@@ -187,9 +197,9 @@ class _Reading:
 
     def _read_scores(self) -> tuple[Dim, ...]:
         dims = self.scores.dims
-        self.scale = self.scores.factor
+        self.scale = constant(self.scores.factor, self.tables)
         if self.scores.added is not None and not self._zero(self.scores.added):
-            self._masked(self.scores.added, dims, "additive", self.scores.added_factor)
+            self._masked(self.scores.added, dims, "additive", constant(self.scores.added_factor, self.tables))
         tanh: float | None = None
         for node, source in zip(reversed(self.before[:-1]), reversed(self.before), strict=False):
             kind = graph.name(node)
@@ -226,9 +236,12 @@ class _Reading:
             self.softcap, self.scale = 1.0, tanh
         return dims
 
-    def _zero(self, node: fx.Node) -> bool:
-        """A baddbmm that was used as a scaled product: it adds zeros."""
-        return not self.tables.marks.bits.get(node, 1) and not bool(self.tables.value(node).any())
+    @staticmethod
+    def _zero(node: fx.Node) -> bool:
+        """Whether a node holds zeros whatever the inputs are: baddbmm used as a scaled product adds them."""
+        while graph.name(node) in movement.PULL and isinstance(node.args[0], fx.Node):
+            node = node.args[0]
+        return graph.name(node) in ("zeros", "zeros_like", "new_zeros")
 
     def _no_dropout(self, node: fx.Node) -> None:
         if (
@@ -335,7 +348,7 @@ class _Reading:
         self, value: Product, weights: tuple[Dim, ...], operand: fx.Node
     ) -> tuple[fx.Node, tuple[Dim, ...], tuple[Dim, ...]]:
         """The values' operand, its dims and the result's dims, in the atoms of the scores."""
-        if value.added is not None or value.factor != 1.0:
+        if value.added is not None or value.factor != 1:
             raise Refused("unknown-attention", f"{value.node.name} adds to the weighted values")
         on_left = value.left is operand
         mine, other = (value.left_dims, value.right_dims) if on_left else (value.right_dims, value.left_dims)
