@@ -1,8 +1,9 @@
-"""FAC: which tokens are kept, exactly, and softmax attention over them.
+"""FAC: which tokens are kept, and exact softmax attention over them.
 
-Each program of a row finds the row's selection for itself, from the candidates that TIP listed or, where the cutoff let too
-few or too many through, from all keys: same search, same tokens, only slower. It then attends to its part of them. Tokens are
-numbered in the order in which TIP dealt them out, in both cases, so that results do not depend on the cutoff by one bit.
+The bins that TIP counted tell from which level of key there are ``n_fac`` tokens; each program keeps the tokens of its part of
+the context that reach it and attends to them. They are the true top ``n_fac`` and, sharing the threshold's bin, at most an
+eighth more (bins follow the data, so it is a thirtieth on average). Where the bins do not tell (a first step, a jump, many
+equal keys), each program searches the row's keys for the threshold itself: slower, and at most a thirty-second more.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .bounds import allowed_by
-from .score import dealt_token, row_range
+from .score import BINS, bin_of, dealt_token, row_range
 
 
 @triton.jit
@@ -27,39 +28,94 @@ def _unordered(i):
 
 
 @triton.jit
-def _dealt_keys(keys, p, first, stop, base, share, CHUNKS: tl.constexpr):
-    """Keys and tokens at positions ``p`` of the dealing order, -inf where there is none."""
-    token = dealt_token(p % share, p // share, base, CHUNKS)
-    inside = (p // share < CHUNKS) & (token >= first) & (token < stop)
-    return tl.load(keys + token, mask=inside, other=-float("inf")), token
+def _count_at_least(keys, level, first, stop, BLOCK: tl.constexpr):
+    """How many keys of a row are at or above ``level``."""
+    n = tl.zeros((BLOCK,), tl.int32)
+    for t0 in range(first, stop, BLOCK):
+        t = t0 + tl.arange(0, BLOCK)
+        n += (tl.load(keys + t, mask=t < stop, other=-float("inf")) >= level).to(tl.int32)
+    return tl.sum(n, axis=0)
 
 
 @triton.jit
-def _count_between(listed, fast, keys, lo, hi, first, stop, base, share, CHUNKS: tl.constexpr, LIST: tl.constexpr):
-    """How many keys are in [lo, hi)."""
-    n = tl.full((), 0, tl.int32)
-    if fast:
-        n = tl.sum(((listed >= lo) & (listed < hi)).to(tl.int32), axis=0)
-    else:
-        for p0 in range(0, CHUNKS * share, LIST):
-            x, _ = _dealt_keys(keys, p0 + tl.arange(0, LIST), first, stop, base, share, CHUNKS)
-            n += tl.sum(((x >= lo) & (x < hi)).to(tl.int32), axis=0)
-    return n
+def _count_ties(keys, lo, hi, first, stop, BLOCK: tl.constexpr):
+    """How many tokens in [first, stop) have keys in [lo, hi)."""
+    n = tl.zeros((BLOCK,), tl.int32)
+    for t0 in range(first, stop, BLOCK):
+        t = t0 + tl.arange(0, BLOCK)
+        x = tl.load(keys + t, mask=t < stop, other=-float("inf"))
+        n += ((x >= lo) & (x < hi)).to(tl.int32)
+    return tl.sum(n, axis=0)
 
 
 @triton.jit
-def _count_ties(
-    listed, listed_token, fast, keys, lo, hi, below, first, stop, base, share, CHUNKS: tl.constexpr, LIST: tl.constexpr
-):
-    """How many tokens before ``below`` have keys in [lo, hi)."""
-    n = tl.full((), 0, tl.int32)
-    if fast:
-        n = tl.sum(((listed >= lo) & (listed < hi) & (listed_token < below)).to(tl.int32), axis=0)
-    else:
-        for p0 in range(0, CHUNKS * share, LIST):
-            x, token = _dealt_keys(keys, p0 + tl.arange(0, LIST), first, stop, base, share, CHUNKS)
-            n += tl.sum(((x >= lo) & (x < hi) & (token < below)).to(tl.int32), axis=0)
-    return n
+def find_threshold(keys, n_fac, first, stop, BLOCK: tl.constexpr):
+    """Searches a row for ``(hi_level, lo, below)``: the top ``n_fac`` are the keys >= hi_level and, of those in
+    [lo, hi_level), the tokens before ``below``. At most n_fac / 32 more are taken where that saves steps; equal keys are told
+    apart by their index, exactly."""
+    INF: tl.constexpr = float("inf")
+    forced = tl.zeros((BLOCK,), tl.int32)
+    valid = tl.zeros((BLOCK,), tl.int32)
+    least = tl.full((BLOCK,), INF, tl.float32)
+    most = tl.full((BLOCK,), -INF, tl.float32)
+    for t0 in range(first, stop, BLOCK):
+        t = t0 + tl.arange(0, BLOCK)
+        x = tl.load(keys + t, mask=t < stop, other=-INF)
+        forced += (x == INF).to(tl.int32)
+        valid += (x > -INF).to(tl.int32)
+        least = tl.minimum(least, tl.where(x > -INF, x, INF))
+        most = tl.maximum(most, tl.where(x < INF, x, -INF))
+    n_lo = tl.sum(valid, axis=0)
+    n_hi = tl.sum(forced, axis=0)
+    want = tl.minimum(n_fac, n_lo)
+    enough = want + want // 32
+
+    # Invariant: count(keys >= lo) = n_lo > enough, count(keys >= hi) = n_hi < want, until a level is hit or ties remain.
+    hi = tl.full((), INF, tl.float32)
+    lo = tl.where(n_hi == want, hi, tl.min(least, axis=0))
+    n_lo = tl.where(n_hi == want, n_hi, n_lo)
+    middle = tl.max(most, axis=0)
+    searching = n_lo > enough
+    turn = tl.full((), 0, tl.int32)
+    while searching:
+        n = _count_at_least(keys, middle, first, stop, BLOCK)
+        if n >= want:
+            lo = middle
+            n_lo = n
+        else:
+            hi = middle
+            n_hi = n
+        searching = (n_lo > enough) & (hi < INF)  # while hi is infinite, all that compete are equal
+        if searching:
+            # By the counts (their logarithms fall about linearly in the tail), by halves, and by halves of the bits, which
+            # bounds the number of steps.
+            log_lo = tl.log2(n_lo.to(tl.float32))
+            log_hi = tl.log2(tl.maximum(n_hi, 1).to(tl.float32))
+            ends = (log_lo - tl.log2(want.to(tl.float32))) / tl.maximum(log_lo - log_hi, 1e-6)
+            ends = tl.where(turn % 3 < 2, ends, 0.5)
+            middle = lo * (1.0 - ends) + hi * ends
+            lo_bits = _ordered(lo)
+            hi_bits = _ordered(hi)
+            half_bits = (lo_bits & hi_bits) + ((lo_bits ^ hi_bits) >> 1)
+            outside = (middle <= lo) | (middle >= hi) | (middle != middle)
+            if (turn % 6 == 5) | outside:
+                middle = _unordered(half_bits)
+            turn += 1
+            searching = half_bits > lo_bits
+    ties = n_lo > enough
+    hi_level = tl.where(ties, hi, lo)
+    below = tl.full((), 0, tl.int32)
+    if ties:
+        need = want - n_hi
+        below_lo = first + 0  # count(ties before below_lo) < need <= count(ties before below)
+        below = stop + 0
+        while below - below_lo > 1:
+            half = (below + below_lo) // 2
+            if _count_ties(keys, lo, hi, first, half, BLOCK) >= need:
+                below = half
+            else:
+                below_lo = half
+    return hi_level, lo, below
 
 
 @triton.jit
@@ -166,143 +222,92 @@ def store_part(
 
 
 @triton.jit
+def _row_counts(bins, row, CHUNKS: tl.constexpr):
+    """How many keys of a row are in each bin or above: ``[BINS]``."""
+    column = tl.arange(0, BINS // 4)
+    at = bins + (row * CHUNKS + tl.arange(0, CHUNKS)[:, None]) * (BINS // 2) + column[None, :]
+    even = tl.load(at)
+    odd = tl.load(at + BINS // 4)
+    b = tl.arange(0, BINS)[:, None]
+    n = tl.where(4 * column[None, :] >= b, tl.sum(even & 0xFFFF, axis=0)[None, :], 0)
+    n += tl.where(4 * column[None, :] + 1 >= b, tl.sum(odd & 0xFFFF, axis=0)[None, :], 0)
+    n += tl.where(4 * column[None, :] + 2 >= b, tl.sum((even >> 16) & 0xFFFF, axis=0)[None, :], 0)
+    n += tl.where(4 * column[None, :] + 3 >= b, tl.sum((odd >> 16) & 0xFFFF, axis=0)[None, :], 0)
+    return tl.sum(n, axis=1)
+
+
+@triton.jit
 def fac_kernel(
-    q, k, v, mask, bounds, hint, keys, list_key, list_token, counts, kept, out, part, sinks,
+    q, k, v, mask, bounds, hint, keys, bins, window, kept, kept_count, out, part, sinks,
     stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_mb, stride_mh, stride_mt, stride_bounds,
-    L, n_fac, scale, softcap, kept_row,
+    L, n_fac, scale, softcap, room,
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, WIDE: tl.constexpr,
     MASK_KIND: tl.constexpr, PER_HEAD: tl.constexpr, HAS_BOUNDS: tl.constexpr, HAS_HINT: tl.constexpr,
     HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
-    CHUNKS: tl.constexpr, CAP: tl.constexpr, SPLITS: tl.constexpr, SHARE: tl.constexpr, BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
+    CHUNKS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (SPLITS, B * HKV). ``kept [B * HKV, kept_row]`` int32 receives the selected tokens, SHARE to a program."""
-    LIST: tl.constexpr = CHUNKS * CAP
+    """Grid (SPLITS, B * HKV). ``kept [B * HKV, SPLITS, room]`` int32 receives the selected tokens of each program's part of
+    the context and ``kept_count [B * HKV, SPLITS]`` their number."""
     split = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     b, h = row // HKV, row % HKV
-    first, stop, base, share = row_range(bounds, b, stride_bounds, L, CHUNKS, HAS_BOUNDS)
+    first, stop, base, share = row_range(bounds, b, stride_bounds, L, SPLITS, HAS_BOUNDS)
     q1, q2 = load_query(q, b, h, stride_qb, stride_qh, stride_qd, G, GP, D, D1, D2, WIDE)
     keys += row * L
-    list_key += row * LIST
-    list_token += row * LIST
-
+    kept += (row * SPLITS + split) * room
     if PDL:  # what was loaded so far is none of TIP's work; what follows is
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    counts += row * (CHUNKS + 1)
-    c = tl.load(counts + tl.arange(0, CHUNKS))
-    complete = tl.load(counts + CHUNKS) != 0
-    total = tl.sum(c, axis=0)
-    fits = tl.max(c, axis=0) <= CAP
-    fast = fits & ((total >= n_fac) | complete)
-    slot = tl.arange(0, LIST)
-    filled = tl.load(counts + slot // CAP)
-    listed = tl.load(list_key + slot, mask=fast & (slot % CAP < filled), other=-float("inf"))
 
-    # What there is: +inf keys are forced, finite ones compete, -inf is nothing.
-    INF: tl.constexpr = float("inf")
-    if fast:
-        n_forced = tl.sum((listed == INF).to(tl.int32), axis=0)
-        valid_count = tl.sum((listed > -INF).to(tl.int32), axis=0)
-        least = tl.min(tl.where(listed > -INF, listed, INF), axis=0)
-        most = tl.max(tl.where(listed < INF, listed, -INF), axis=0)
-    else:
-        n_forced = tl.full((), 0, tl.int32)
-        valid_count = tl.full((), 0, tl.int32)
-        least = tl.full((), INF, tl.float32)
-        most = tl.full((), -INF, tl.float32)
-        for p0 in range(0, CHUNKS * share, LIST):
-            x, _ = _dealt_keys(keys, p0 + slot, first, stop, base, share, CHUNKS)
-            n_forced += tl.sum((x == INF).to(tl.int32), axis=0)
-            valid_count += tl.sum((x > -INF).to(tl.int32), axis=0)
-            least = tl.minimum(least, tl.min(tl.where(x > -INF, x, INF), axis=0))
-            most = tl.maximum(most, tl.max(tl.where(x < INF, x, -INF), axis=0))
-    want = tl.minimum(n_fac, valid_count)
-
-    # Search: count(key >= lo) >= want > count(key >= hi), until a level is hit exactly or only ties remain.
-    hi = tl.full((), INF, tl.float32)
-    n_hi = n_forced
-    lo = tl.where(n_hi == want, hi, least)
-    n_lo = tl.where(n_hi == want, n_hi, valid_count)
-    middle = most
-    searching = n_lo != want
-    turn = tl.full((), 0, tl.int32)
-    while searching:
-        n = _count_between(listed, fast, keys, middle, INF, first, stop, base, share, CHUNKS, LIST) + n_forced
-        if n >= want:
-            lo = middle
-            n_lo = n
-        else:
-            hi = middle
-            n_hi = n
-        searching = (n_lo != want) & (hi < INF)  # while hi is infinite, all that compete are equal
-        if searching:
-            # In turn: by the counts, by halves, and by halves of the bits (which bounds the number of steps).
-            ends = tl.cast(n_lo - want, tl.float32) / tl.cast(n_lo - n_hi, tl.float32)
-            ends = tl.where(turn % 3 == 0, ends, 0.5)
-            middle = lo * (1.0 - ends) + hi * ends
-            lo_bits = _ordered(lo)
-            hi_bits = _ordered(hi)
-            half_bits = (lo_bits & hi_bits) + ((lo_bits ^ hi_bits) >> 1)
-            outside = (middle <= lo) | (middle >= hi) | (middle != middle)
-            if (turn % 3 == 2) | outside:
-                middle = _unordered(half_bits)
-            turn += 1
-            searching = half_bits > lo_bits
-    # Kept: keys >= hi_level, and of those in [lo, hi_level) the tokens before `below`.
-    ties = n_lo != want
-    hi_level = tl.where(ties, hi, lo)
+    # The lowest bin that, with all above it, holds n_fac tokens; accepted if that is at most an eighth more.
+    origin = tl.load(window + row * 2)
+    per_width = tl.load(window + row * 2 + 1)
+    number = tl.arange(0, BINS)
+    reach = _row_counts(bins, row, CHUNKS)
+    bin = tl.max(tl.where(reach >= n_fac, number, 0), axis=0)
+    n_bin = tl.sum(tl.where(number == bin, reach, 0), axis=0)
+    n_above = tl.sum(tl.where(number == bin + 1, reach, 0), axis=0)
+    by_bin = n_bin <= n_fac + n_fac // 8
+    edge = bin.to(tl.float32)
+    hi_level = tl.full((), 0.0, tl.float32)
+    lo = tl.full((), 0.0, tl.float32)
     below = tl.full((), 0, tl.int32)
-    if ties:
-        need = want - n_hi
-        below_lo = first + 0  # count(ties before below_lo) < need <= count(ties before below)
-        below = stop + 0
-        while below - below_lo > 1:
-            half = (below + below_lo) // 2
-            tokens = tl.load(list_token + slot, mask=fast & (slot % CAP < filled), other=0)
-            n = _count_ties(listed, tokens, fast, keys, lo, hi, half, first, stop, base, share, CHUNKS, LIST)
-            if n >= need:
-                below = half
-            else:
-                below_lo = half
+    if by_bin == 0:
+        hi_level, lo, below = find_threshold(keys, n_fac, first, stop, BLOCK_K)
 
-    # Number the kept tokens and write down this program's share of them.
-    begin = split * SHARE
-    mine = tl.minimum(tl.maximum(want - begin, 0), SHARE)
-    kept += row * kept_row
-    if fast:
-        keep = listed >= hi_level
-        if ties:
-            tokens = tl.load(list_token + slot, mask=fast & (slot % CAP < filled), other=0)
-            keep = keep | ((listed >= lo) & (listed < hi_level) & (tokens < below))
-        place = tl.cumsum(keep.to(tl.int32), axis=0) - 1
-        use = keep & (place >= begin) & (place < begin + mine)
-        tl.store(kept + place, tl.load(list_token + slot, mask=use, other=0), mask=use)
-    else:
-        passed = 0
-        for p0 in range(0, CHUNKS * share, LIST):
-            x, tokens = _dealt_keys(keys, p0 + slot, first, stop, base, share, CHUNKS)
-            keep = (x >= hi_level) | ((x >= lo) & (x < hi_level) & (tokens < below))
-            place = passed + tl.cumsum(keep.to(tl.int32), axis=0) - 1
-            use = keep & (place >= begin) & (place < begin + mine)
-            tl.store(kept + place, tokens, mask=use)
-            passed += tl.sum(keep.to(tl.int32), axis=0)
-    tl.debug_barrier()
-
-    # The next cutoff: this step's threshold less a margin that keeps the list about a third full.
     if HAS_HINT and split == 0:
-        margin = tl.load(hint + row * 2 + 1)
-        sane = (margin >= 0.01) & (margin <= 64.0)
-        margin = tl.where(sane, margin, 1.0)
-        listed_count = tl.where(fits, total, LIST)
-        tight = (listed_count * 2 < n_fac * 3) & (complete == 0)
-        loose = (listed_count * 2 > LIST) | (fits == 0)
-        margin = tl.where(tight, margin * 1.5, tl.where(loose & (complete == 0), margin * 0.75, margin))
-        tl.store(hint + row * 2, tl.where(lo == INF, lo, lo - margin))
-        tl.store(hint + row * 2 + 1, margin)
+        # The next window: this threshold in its middle, bins that hold about a thirtieth of n_fac.
+        width = 1.0 / per_width
+        inside_window = (bin > 0) & (bin < BINS - 1)
+        level = tl.where(inside_window, origin + (edge + 0.5) * width, tl.where(by_bin, origin + edge * width, lo))
+        level = tl.where((level > -1e30) & (level < 1e30), level, origin + 0.5 * BINS * width)
+        cell = n_bin - n_above
+        halve = inside_window & (cell * 16 > n_fac)
+        quarter = inside_window & (cell * 4 > n_fac)
+        double = inside_window & (cell * 80 < n_fac)
+        width = tl.where(quarter, 0.25 * width, tl.where(halve, 0.5 * width, tl.where(double, 2.0 * width, width)))
+        width = tl.where((inside_window == 0) & (by_bin == 0), tl.maximum(width, 0.0625), width)
+        tl.store(hint + row * 2, level)
+        tl.store(hint + row * 2 + 1, tl.minimum(tl.maximum(width, 0.000244140625), 16.0))
+
+    # This program's part of the context: which of its tokens are kept, in order.
+    mine = tl.full((), 0, tl.int32)
+    for i0 in range(0, share, BLOCK_K):
+        i = i0 + tl.arange(0, BLOCK_K)
+        token = dealt_token(i, split, base, SPLITS)
+        inside = (i < share) & (token >= first) & (token < stop)
+        x = tl.load(keys + token, mask=inside, other=-float("inf"))
+        if by_bin:
+            keep = (x > -float("inf")) & (bin_of(x, origin, per_width) >= edge)
+        else:
+            keep = (x >= hi_level) | ((x >= lo) & (x < hi_level) & (token < below))
+        flag = keep.to(tl.int32)
+        tl.store(kept + mine + tl.cumsum(flag, axis=0) - 1, token, mask=keep)
+        mine += tl.sum(flag, axis=0)
+    tl.store(kept_count + row * SPLITS + split, mine)
+    tl.debug_barrier()
 
     m_i = tl.full((GP,), -float("inf"), tl.float32)
     l_i = tl.zeros((GP,), tl.float32)
@@ -314,10 +319,10 @@ def fac_kernel(
     lane = tl.arange(0, BLOCK_N)
     for n0 in range(0, mine, BLOCK_N):
         inside = n0 + lane < mine
-        token = tl.load(kept + begin + n0 + lane, mask=inside, other=0).to(tl.int64)
+        token = tl.load(kept + n0 + lane, mask=inside, other=0).to(tl.int64)
         valid, bias = head_mask(
-            mask, b, h, token, inside, stride_mb, stride_mh, stride_mt, G, GP, MASK_KIND if PER_HEAD or MASK_KIND == 2 else 0,
-            PER_HEAD,
+            mask, b, h, token, inside, stride_mb, stride_mh, stride_mt, G, GP,
+            MASK_KIND if PER_HEAD or MASK_KIND == 2 else 0, PER_HEAD,
         )  # fmt: skip
         m_i, l_i, acc = attend_tile(
             q1, q2, m_i, l_i, acc,

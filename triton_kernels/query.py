@@ -36,12 +36,22 @@ def query_kernel(
     W: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, FMT: tl.constexpr, LIMIT: tl.constexpr,
     HAS_SLOTS: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * HKV,). Writes ``query [rows, 2, GP, BLOCK_W]`` (zero padded; the second half is int4's high nibbles),
+    """Grid (B * HKV, 1), or (B * HKV, 2) with slots: the second half refreshes them. Writes ``query [rows, 2, GP, BLOCK_W]`` (zero padded; the second half is int4's high nibbles),
     ``factors [rows, GP]``, what turns a dot into a score, and ``sums [rows, GP]``, the codes' sums (integer formats)."""
     row = tl.program_id(0).to(tl.int64)
     b, h = row // HKV, row % HKV
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    if HAS_SLOTS and tl.program_id(1) == 1:
+        for number in range(n_slots):
+            slot = tl.load(slots + b * stride_slots + number).to(tl.int64) + tl.zeros((1,), tl.int64)
+            pack_tile(
+                k + b * stride_kb + h * stride_kh + slot * stride_kt,
+                data + (row * L + slot) * COLUMNS, meta + (row * L + slot) * META,
+                dims + h * W, centre + h * W, spread + h * W, slot >= 0, stride_kd,
+                W, HALF, HALF_P, FMT, LIMIT,
+            )  # fmt: skip
+        return
     g = tl.arange(0, GP)
     w = tl.arange(0, BLOCK_W)
     INT4: tl.constexpr = FMT == "int4"
@@ -80,13 +90,3 @@ def query_kernel(
         else:
             tl.store(at, rounded_to(y, query.dtype.element_ty))
     tl.store(factors + row * GP + g, factor)
-
-    if HAS_SLOTS:
-        for number in range(n_slots):
-            slot = tl.load(slots + b * stride_slots + number).to(tl.int64) + tl.zeros((1,), tl.int64)
-            pack_tile(
-                k + b * stride_kb + h * stride_kh + slot * stride_kt,
-                data + (row * L + slot) * COLUMNS, meta + (row * L + slot) * META,
-                dims + h * W, centre + h * W, spread + h * W, slot >= 0, stride_kd,
-                W, HALF, HALF_P, FMT, LIMIT,
-            )  # fmt: skip

@@ -185,21 +185,9 @@ def sparse_decode(
     G = Hq // Hkv
     allowed, bias, bounds = _per_head_mask(mask, bounds, B, Hkv, G, L, q.device)
     qg = q.reshape(B, Hkv, G, D).float()
-
-    if data is None:
-        s = scale * _matmul(qg, k)
-    else:
-        assert meta is not None and dims is not None and spread is not None
-        s = _tip_scores(qg, data, meta, dims, spread, scale, fmt)
-    s = _softcap(s, softcap)
-    if bias is not None:
-        s = s + bias
-    key = _group_key(s, allowed, norm, reduction, B, Hkv, G, L)
-
-    t = torch.arange(L, device=q.device)
-    first, stop = bounds[:, None, :1], bounds[:, None, 1:]
-    forced = (t < first + n_sink) | (t >= stop - n_recent)
-    key = torch.where((key > -torch.inf) & forced, torch.inf, key)
+    key = _keys(
+        qg, k, data, meta, dims, spread, norm, allowed, bias, bounds, scale, n_sink, n_recent, softcap, fmt, reduction
+    )
     chosen = _top(key, n_fac)  # [B, Hkv, n_fac], indices below L + n_fac
     index = chosen.clamp(max=L - 1)
     taken = (chosen < L) & (key.gather(2, index) > -torch.inf)
@@ -210,6 +198,71 @@ def sparse_decode(
     kept_allowed = allowed.expand(B, Hkv, G, L).gather(3, by_head) & taken[:, :, None, :]
     kept_bias = None if bias is None else bias.expand(B, Hkv, G, L).gather(3, by_head)
     return _attend(qg, kept_k, kept_v, kept_allowed, kept_bias, scale, softcap, sinks).to(q.dtype)
+
+
+def tip_keys(
+    q: Tensor,
+    k: Tensor,
+    data: Tensor | None,
+    meta: Tensor | None,
+    dims: Tensor | None,
+    spread: Tensor | None,
+    norm: Tensor | None,
+    mask: Tensor | None = None,
+    bounds: Tensor | None = None,
+    *,
+    scale: float,
+    n_sink: int = 0,
+    n_recent: int = 0,
+    softcap: float = 0.0,
+    fmt: str = "int4",
+    reduction: str = "static",
+) -> Tensor:
+    """The key by which ``sparse_decode`` ranks tokens, fp32 ``[B, Hkv, L]``, natural log units: +inf for forced tokens, -inf
+    for tokens that no head may attend to, finite for others."""
+    B, Hq, _, D = q.shape
+    Hkv, L = k.shape[1], k.shape[2]
+    G = Hq // Hkv
+    allowed, bias, bounds = _per_head_mask(mask, bounds, B, Hkv, G, L, q.device)
+    qg = q.reshape(B, Hkv, G, D).float()
+    return _keys(
+        qg, k, data, meta, dims, spread, norm, allowed, bias, bounds, scale, n_sink, n_recent, softcap, fmt, reduction
+    )
+
+
+def _keys(
+    qg: Tensor,
+    k: Tensor,
+    data: Tensor | None,
+    meta: Tensor | None,
+    dims: Tensor | None,
+    spread: Tensor | None,
+    norm: Tensor | None,
+    allowed: Tensor,
+    bias: Tensor | None,
+    bounds: Tensor,
+    scale: float,
+    n_sink: int,
+    n_recent: int,
+    softcap: float,
+    fmt: str,
+    reduction: str,
+) -> Tensor:
+    B, Hkv, G, _ = qg.shape
+    L = k.shape[2]
+    if data is None:
+        s = scale * _matmul(qg, k)
+    else:
+        assert meta is not None and dims is not None and spread is not None
+        s = _tip_scores(qg, data, meta, dims, spread, scale, fmt)
+    s = _softcap(s, softcap)
+    if bias is not None:
+        s = s + bias
+    key = _group_key(s, allowed, norm, reduction, B, Hkv, G, L)
+    t = torch.arange(L, device=qg.device)
+    first, stop = bounds[:, None, :1], bounds[:, None, 1:]
+    forced = (t < first + n_sink) | (t >= stop - n_recent)
+    return torch.where((key > -torch.inf) & forced, torch.inf, key)
 
 
 def dense_decode(

@@ -1,9 +1,9 @@
-"""TIP: one key per cached token and KV head, and the list of tokens that can be among the best.
+"""TIP: one key per cached token and KV head, and how many tokens there are at each level of key.
 
 A row is one KV head of one sequence. The tokens of a row's bounds, in blocks of 16, are dealt out to its ``CHUNKS`` programs
-in turn, so that every program sees a fair sample of the context. Each program writes the keys of its tokens, and the
-*candidates* among them (key at or above the row's cutoff) to its own segment of ``CAP`` entries: no atomics, so the order is
-the same in every run. Keys are in base-2 log units; forced tokens have +inf, tokens no head may attend -inf, others are finite.
+in turn. Each program writes the keys of its tokens and counts them in 64 bins around the level at which the step before found
+its threshold, so that selection need not search. Keys are in base-2 log units; forced tokens have +inf, tokens no head may
+attend -inf, all others are finite.
 """
 
 # ruff: noqa: RUF005 (Triton concatenates tuples, it does not unpack into them)
@@ -16,35 +16,45 @@ import triton.language as tl
 from .bounds import allowed_by
 
 _SUB: tl.constexpr = tl.constexpr(16)  # tokens a program takes in a run
+BINS: tl.constexpr = tl.constexpr(64)
 
 
 @triton.jit
-def row_range(bounds, b, stride_bounds, L, CHUNKS: tl.constexpr, HAS_BOUNDS: tl.constexpr):
-    """``(first, stop, base, share)``: the valid range, where dealing starts, and the tokens dealt to each program."""
+def row_range(bounds, b, stride_bounds, L, PARTS: tl.constexpr, HAS_BOUNDS: tl.constexpr):
+    """``(first, stop, base, share)``: the valid range, where dealing starts, and the tokens dealt to each of PARTS."""
     first = 0
     stop = L
     if HAS_BOUNDS:
         first = tl.load(bounds + b * stride_bounds)
         stop = tl.load(bounds + b * stride_bounds + 1)
     base = first // _SUB * _SUB
-    share = tl.cdiv(tl.cdiv(stop - base, _SUB), CHUNKS) * _SUB
+    share = tl.cdiv(tl.cdiv(stop - base, _SUB), PARTS) * _SUB
     return first, stop, base, share
 
 
 @triton.jit
-def dealt_token(i, chunk, base, CHUNKS: tl.constexpr):
-    """The token that is number i of a program's share."""
-    return base + (i // _SUB * CHUNKS + chunk) * _SUB + i % _SUB
+def dealt_token(i, part, base, PARTS: tl.constexpr):
+    """The token that is number i of a part's share."""
+    return base + (i // _SUB * PARTS + part) * _SUB + i % _SUB
 
 
 @triton.jit
-def row_cutoff(hint, row, share, CAP: tl.constexpr, HAS_HINT: tl.constexpr):
-    """The key from which a token is a candidate. -inf where all of a program's share fits its segment anyway."""
-    cutoff = -float("inf")
+def row_window(hint, row, HAS_HINT: tl.constexpr):
+    """Where the bins begin and how wide they are. Any state gives usable bins; good state makes them useful."""
+    level = tl.full((), 0.0, tl.float32)
+    width = tl.full((), 0.0625, tl.float32)
     if HAS_HINT:
         guess = tl.load(hint + row * 2)
-        cutoff = tl.where((share > CAP) & (guess == guess), guess, cutoff)
-    return cutoff
+        level = tl.where((guess > -1e30) & (guess < 1e30), guess, level)
+        guess = tl.load(hint + row * 2 + 1)
+        width = tl.where((guess >= 0.000244140625) & (guess <= 16.0), guess, width)
+    return level - 0.5 * BINS * width, 1.0 / width
+
+
+@triton.jit
+def bin_of(key, origin, per_width):
+    """The bin of a key, as a float. Selection repeats these very operations: a token is kept by the bin it was counted in."""
+    return tl.minimum(tl.maximum((key - origin) * per_width, 0.0), BINS - 1.0)
 
 
 @triton.jit
@@ -61,21 +71,8 @@ def _soft(s, softcap):
 
 
 @triton.jit
-def _finish_key(top, total, MAX: tl.constexpr):
-    key = top
-    if not MAX:
-        key = top + tl.log2(tl.maximum(total, 1.1754943508222875e-38))
-    key = tl.minimum(tl.maximum(key, -3.4028234663852886e38), 3.4028234663852886e38)
-    return tl.where(key == 0.0, 0.0, key)
-
-
-@triton.jit
-def group_key(s, valid, norm, MAX: tl.constexpr):
-    """One key per token from ``s [T, G]`` (base-2 logs) of the heads that ``valid [T, G]`` lets attend."""
-    s = tl.where(valid, _clean(s) - norm, -float("inf"))
-    top = tl.maximum(tl.max(s, axis=1), -3.4028234663852886e38)
-    total = tl.sum(tl.exp2(s - top[:, None]), axis=1)
-    return _finish_key(top, total, MAX)
+def _log_sum(top, total):
+    return top + tl.log2(tl.maximum(total, 1.1754943508222875e-38))
 
 
 @triton.jit
@@ -111,9 +108,19 @@ def _dot4(a, b, c):
 
 
 @triton.jit
+def _token_mask(mask, b, head, token, inside, stride_mb, stride_mh, stride_mt, MASK_KIND: tl.constexpr):
+    """``(allowed, bias)`` of tokens ``[T]`` for one head; bias in base-2 logs."""
+    m = tl.load(mask + b * stride_mb + head * stride_mh + token.to(tl.int64) * stride_mt, mask=inside, other=0)
+    ok = inside & allowed_by(m, MASK_KIND == 1)
+    bias = tl.zeros(ok.shape, tl.float32)
+    if MASK_KIND == 2:
+        bias = tl.where(ok, m.to(tl.float32), 0.0) * 1.4426950408889634
+    return ok, bias
+
+
+@triton.jit
 def tip_kernel(
-    query, factors, sums, source, meta, norm, mask, bounds, hint,
-    keys, list_key, list_token, counts, stats,
+    query, factors, sums, source, meta, norm, mask, bounds, hint, keys, bins, window, stats,
     stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_mb, stride_mh, stride_mt, stride_bounds,
     L, scale, softcap, n_sink, n_recent,
@@ -123,53 +130,61 @@ def tip_kernel(
     HAS_HINT: tl.constexpr, HAS_NORM: tl.constexpr, SOFTCAP: tl.constexpr, MAX: tl.constexpr,
     PASS: tl.constexpr,  # "keys", "stats" (log-sum-exp partials of each head), "keys-by-stats"
     ENGINE: tl.constexpr,  # "words" (dp4a), "dot"; "all" scores with K itself
-    FP8: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
-    CHUNKS: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
+    FP8: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (CHUNKS, B * HKV). ``source`` is the packed data and ``query, factors, sums`` are ``query_kernel``'s; when ENGINE is
-    "all", they are k and q themselves and nothing."""
+    "all", they are k and q themselves and nothing. Writes ``keys [rows, L]``, ``bins [rows, CHUNKS, 32]`` (two 16-bit
+    counts a word) and ``window [rows, 2]``."""
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     b, h = row // HKV, row % HKV
     first, stop, base, share = row_range(bounds, b, stride_bounds, L, CHUNKS, HAS_BOUNDS)
-    cutoff = row_cutoff(hint, row, share, CAP, HAS_HINT)
+    origin, per_width = row_window(hint, row, HAS_HINT)
     LOG2E: tl.constexpr = 1.4426950408889634
-
-    if PDL:  # only what the query's kernel wrote is waited for; nothing before this line reads it
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    LOWEST: tl.constexpr = -3.4028234663852886e38
+    UNIT: tl.constexpr = 1.0 if SOFTCAP else LOG2E  # a softcap is applied in natural units
     g = tl.arange(0, GP)
     head = h * G + g
     is_head = g < G
-    level = tl.zeros((GP,), tl.float32)
+    keys += row * L
+    if META > 0:
+        meta += row * L * META
+    if ENGINE != "all":
+        source += row * L * COLUMNS
+    # What is subtracted of each head's scores; padded heads count for nothing.
+    level = tl.where(is_head, 0.0, float("inf"))
     if PASS == "keys-by-stats":
         c = tl.arange(0, CHUNKS)
         s_at = (row * CHUNKS + c[:, None]) * GP * 2 + g[None, :] * 2
         tops = tl.load(stats + s_at)
-        s_top = tl.maximum(tl.max(tops, axis=0), -3.4028234663852886e38)
+        s_top = tl.maximum(tl.max(tops, axis=0), LOWEST)
         s_total = tl.sum(tl.load(stats + s_at + 1) * tl.exp2(tops - s_top[None, :]), axis=0)
-        level = tl.maximum(s_top + tl.log2(tl.maximum(s_total, 1.1754943508222875e-38)), -3.4028234663852886e38)
-    elif HAS_NORM:
-        level = tl.load(norm + head, mask=is_head, other=0.0).to(tl.float32) * LOG2E
+        level = tl.where(is_head, tl.maximum(_log_sum(s_top, s_total), LOWEST), float("inf"))
+    elif HAS_NORM and PASS == "keys":
+        level = tl.load(norm + head, mask=is_head, other=float("inf")).to(tl.float32) * LOG2E
 
+    if PDL:  # nothing before this line reads what the query's kernel wrote
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     # The query's side of the dot.
-    UNIT: tl.constexpr = 1.0 if SOFTCAP else LOG2E  # a softcap is applied in natural units
     if ENGINE == "words":
         WORDS: tl.constexpr = COLUMNS // 4
         WORDS_P: tl.constexpr = BLOCK_W // 4
-        word = tl.arange(0, WORDS_P)
-        words = query.to(tl.pointer_type(tl.int32)) + row * (2 * GP * WORDS_P) + word
+        STEP: tl.constexpr = 4 if WORDS_P >= 4 else WORDS_P  # words a thread loads at once
+        word = tl.arange(0, STEP)
+        q_words = query.to(tl.pointer_type(tl.int32)) + row * (2 * GP * WORDS_P) + word
         words_lo = ()
         words_hi = ()
         code_sums = ()
         factor_of = ()
-        levels = ()
+        level_of = ()
         for n in tl.static_range(G):
-            words_lo = words_lo + (tl.load(words + n * WORDS_P),)
-            words_hi = words_hi + (tl.load(words + (GP + n) * WORDS_P) if FMT == "int4" else 0,)
-            code_sums = code_sums + (tl.load(sums + row * GP + n),)
+            for w0 in tl.static_range(0, WORDS_P, STEP):
+                words_lo = words_lo + (tl.load(q_words + n * WORDS_P + w0),)
+                words_hi = words_hi + (tl.load(q_words + (GP + n) * WORDS_P + w0) if FMT == "int4" else 0,)
+            code_sums = code_sums + (tl.load(sums + row * GP + n).to(tl.float32),)
             factor_of = factor_of + (tl.load(factors + row * GP + n) * UNIT,)
-            levels = levels + (tl.load(norm + h * G + n).to(tl.float32) * LOG2E if HAS_NORM else 0.0,)
+            level_of = level_of + (tl.load(norm + h * G + n).to(tl.float32) * LOG2E if HAS_NORM else 0.0,)
     elif ENGINE == "dot":
         w = tl.arange(0, BLOCK_W)
         q_at = query + (row * 2 * GP + g[None, :]) * BLOCK_W + w[:, None]  # [W, GP]
@@ -186,139 +201,151 @@ def tip_kernel(
         q_rows = query + b * stride_qb + head[:, None] * stride_qh  # q itself
         factor = tl.full((GP,), 1.0, tl.float32) * (scale * UNIT)
 
-    found = 0
     run_top = tl.full((GP,), -float("inf"), tl.float32)
     run_sum = tl.zeros((GP,), tl.float32)
     lane = tl.arange(0, BLOCK_T)
-    rows_at = source + row * L * COLUMNS
+    column = tl.arange(0, BINS // 4)
+    tally = tl.zeros((BLOCK_T, BINS // 4), tl.int32)  # four 8-bit counts a word
     for i0 in range(0, share, BLOCK_T):
         i = i0 + lane
         token = dealt_token(i, chunk, base, CHUNKS)
         inside = (i < share) & (token >= first) & (token < stop)
-        token64 = token.to(tl.int64)
+        counted = inside
+        bias = tl.zeros((BLOCK_T,), tl.float32)
+        if MASK_KIND != 0 and not PER_HEAD:
+            counted, bias = _token_mask(mask, b, 0, token, inside, stride_mb, 0, stride_mt, MASK_KIND)
 
         if ENGINE == "words":
-            at = (source + row * L * COLUMNS).to(tl.pointer_type(tl.int32)) + token64[:, None] * WORDS + word[None, :]
-            x = tl.load(at, mask=inside[:, None] & (word < WORDS)[None, :], other=0)  # [T, WORDS]
-            both = tl.load((meta + row * L * META).to(tl.pointer_type(tl.int32)) + token64, mask=inside, other=0)
+            both = tl.load(meta.to(tl.pointer_type(tl.int32)) + token, mask=inside, other=0)
             token_scale = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            token_zero = ((both >> 16) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            low = x
-            high = x
-            if FMT == "int4":
-                low = _nibble_low(x)
-                high = _nibble_high(x)
-            if MASK_KIND != 0 and not PER_HEAD:
-                m = tl.load(mask + b * stride_mb + token64 * stride_mt, mask=inside, other=0)
-            scores = ()
-            any_head = inside & False
-            top = tl.full((BLOCK_T,), -3.4028234663852886e38, tl.float32)
-            for n in tl.static_range(G):
-                dots = _dot4(low, tl.broadcast_to(words_lo[n][None, :], x.shape), tl.zeros(x.shape, tl.int32))
+            token_zero = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            x_at = source.to(tl.pointer_type(tl.int32)) + token[:, None] * WORDS + word[None, :]
+            low = ()
+            high = ()
+            for w0 in tl.static_range(0, WORDS_P, STEP):
+                x = tl.load(x_at + w0, mask=inside[:, None] & (w0 + word < WORDS)[None, :], other=0)
                 if FMT == "int4":
-                    dots = _dot4(high, tl.broadcast_to(words_hi[n][None, :], x.shape), dots)
-                dot = tl.sum(dots, axis=1)
+                    low = low + (_nibble_low(x),)
+                    high = high + (_nibble_high(x),)
+                else:
+                    low = low + (x,)
+            scores = ()
+            any_head = counted
+            if PER_HEAD:
+                any_head = tl.zeros((BLOCK_T,), tl.int1)
+            top = tl.full((BLOCK_T,), LOWEST, tl.float32)
+            for n in tl.static_range(G):
+                dots = tl.zeros((BLOCK_T, STEP), tl.int32)
+                for j in tl.static_range(WORDS_P // STEP):
+                    dots = _dot4(
+                        low[j], tl.broadcast_to(words_lo[n * (WORDS_P // STEP) + j][None, :], dots.shape), dots
+                    )
+                    if FMT == "int4":
+                        dots = _dot4(
+                            high[j], tl.broadcast_to(words_hi[n * (WORDS_P // STEP) + j][None, :], dots.shape), dots
+                        )
+                dot = tl.sum(dots, axis=1).to(tl.float32)
                 if FMT == "int8":
-                    dot += 128 * code_sums[n]
-                one = factor_of[n] * (token_scale * dot.to(tl.float32) + token_zero * code_sums[n].to(tl.float32))
+                    dot += 128.0 * code_sums[n]
+                one = (token_scale * dot + token_zero * code_sums[n]) * factor_of[n]
                 if SOFTCAP:
                     one = _soft(one, softcap)
-                valid = inside
-                if MASK_KIND != 0:
-                    if PER_HEAD:
-                        m = tl.load(
-                            mask + b * stride_mb + (h * G + n) * stride_mh + token64 * stride_mt, mask=inside, other=0
-                        )
-                    ok = allowed_by(m, MASK_KIND == 1)
-                    valid = valid & ok
-                    if MASK_KIND == 2:
-                        one = one + tl.where(ok, m.to(tl.float32), 0.0) * LOG2E
-                one = tl.where(valid, _clean(one) - levels[n], -float("inf"))
-                any_head = any_head | valid
+                if PER_HEAD:
+                    ok, head_bias = _token_mask(
+                        mask, b, h * G + n, token, inside, stride_mb, stride_mh, stride_mt, MASK_KIND
+                    )
+                    one = tl.where(ok, _clean(one + head_bias), -float("inf"))
+                    any_head = any_head | ok
+                one = one - level_of[n]
                 top = tl.maximum(top, one)
                 scores = scores + (one,)
-            total = tl.zeros((BLOCK_T,), tl.float32)
+            key = top
             if not MAX:
+                total = tl.zeros((BLOCK_T,), tl.float32)
                 for n in tl.static_range(G):
                     total += tl.exp2(scores[n] - top)
-            key = _finish_key(top, total, MAX)
-        elif ENGINE == "dot":
-            col = tl.arange(0, BLOCK_W)
-            at = rows_at + token64[:, None] * COLUMNS + col[None, :]
-            x = tl.load(at, mask=inside[:, None] & (col < COLUMNS)[None, :], other=0.0)
-            if FMT == "int4" or FMT == "int8":
-                token_scale = tl.load(meta + (row * L + token64) * META, mask=inside, other=0.0).to(tl.float32)
-                token_zero = tl.load(meta + (row * L + token64) * META + 1, mask=inside, other=0.0).to(tl.float32)
-                if FMT == "int4":
-                    dot = tl.dot((x & 15).to(tl.int8), q_lo)
-                    dot = tl.dot((x >> 4).to(tl.int8), q_hi, acc=dot, out_dtype=tl.int32)
-                else:
-                    dot = tl.dot(x, q_lo) + 128 * code_sum[None, :]
-                s = token_scale[:, None] * dot.to(tl.float32) + token_zero[:, None] * code_sum.to(tl.float32)[None, :]
-            elif FMT == "fp8":
-                if FP8:
-                    s = tl.dot(x, q_lo)
-                else:
-                    s = tl.dot(e4m3_as_half(x), q_lo)
-            else:
-                s = tl.dot(x, q_lo, input_precision="ieee")
+                key = _log_sum(top, total)
+            counted = any_head
         else:
-            s = tl.zeros((BLOCK_T, GP), tl.float32)
-            for d0 in tl.static_range(0, D, BLOCK_W):
-                d = d0 + tl.arange(0, BLOCK_W)
-                x = tl.load(
-                    source + b * stride_kb + h * stride_kh + token64[:, None] * stride_kt + (d * stride_kd)[None, :],
-                    mask=inside[:, None] & (d < D)[None, :], other=0.0,
-                )  # fmt: skip
-                y = tl.load(q_rows + (d * stride_qd)[None, :], mask=is_head[:, None] & (d < D)[None, :], other=0.0)
-                if x.dtype != y.dtype:
-                    x = x.to(tl.float32)
-                    y = y.to(tl.float32)
-                s = tl.dot(x, tl.trans(y), acc=s, input_precision="ieee")
-
-        if ENGINE != "words":
+            if ENGINE == "dot":
+                col = tl.arange(0, BLOCK_W)
+                x_at = source + token[:, None] * COLUMNS + col[None, :]
+                x = tl.load(x_at, mask=inside[:, None] & (col < COLUMNS)[None, :], other=0.0)
+                if FMT == "int4" or FMT == "int8":
+                    token_scale = tl.load(meta + token * META, mask=inside, other=0.0).to(tl.float32)
+                    token_zero = tl.load(meta + token * META + 1, mask=inside, other=0.0).to(tl.float32)
+                    if FMT == "int4":
+                        dot = tl.dot((x & 15).to(tl.int8), q_lo)
+                        dot = tl.dot((x >> 4).to(tl.int8), q_hi, acc=dot, out_dtype=tl.int32)
+                    else:
+                        dot = tl.dot(x, q_lo) + 128 * code_sum[None, :]
+                    s = (
+                        token_scale[:, None] * dot.to(tl.float32)
+                        + token_zero[:, None] * code_sum.to(tl.float32)[None, :]
+                    )
+                elif FMT == "fp8" and not FP8:
+                    s = tl.dot(e4m3_as_half(x), q_lo)
+                else:
+                    s = tl.dot(x, q_lo, input_precision="ieee")
+            else:
+                s = tl.zeros((BLOCK_T, GP), tl.float32)
+                for d0 in tl.static_range(0, D, BLOCK_W):
+                    d = d0 + tl.arange(0, BLOCK_W)
+                    x = tl.load(
+                        source + b * stride_kb + h * stride_kh + token.to(tl.int64)[:, None] * stride_kt
+                        + (d * stride_kd)[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0,
+                    )  # fmt: skip
+                    y = tl.load(q_rows + (d * stride_qd)[None, :], mask=is_head[:, None] & (d < D)[None, :], other=0.0)
+                    if x.dtype != y.dtype:
+                        x = x.to(tl.float32)
+                        y = y.to(tl.float32)
+                    s = tl.dot(x, tl.trans(y), acc=s, input_precision="ieee")
+                s = _clean(s)  # packed data holds neither NaN nor inf; keys may
             s = s * factor[None, :]
             if SOFTCAP:
                 s = _soft(s, softcap)
-            valid = inside[:, None] & is_head[None, :]
-            if MASK_KIND != 0:
-                m_row = mask + b * stride_mb + token64 * stride_mt
-                if PER_HEAD:
-                    m = tl.load(m_row[:, None] + (head * stride_mh)[None, :], mask=valid, other=0)
-                else:
-                    m = tl.load(m_row, mask=inside, other=0)[:, None]
-                ok = allowed_by(m, MASK_KIND == 1)
-                valid = valid & ok
+            if PER_HEAD:
+                valid = inside[:, None] & is_head[None, :]
+                m = tl.load(
+                    mask + b * stride_mb + token.to(tl.int64)[:, None] * stride_mt + (head * stride_mh)[None, :],
+                    mask=valid, other=0,
+                )  # fmt: skip
+                valid = valid & allowed_by(m, MASK_KIND == 1)
                 if MASK_KIND == 2:
-                    s = s + tl.where(ok, m.to(tl.float32), 0.0) * LOG2E
-            if PASS == "stats":
+                    s = s + tl.where(valid, m.to(tl.float32), 0.0) * LOG2E
                 s = tl.where(valid, _clean(s), -float("inf"))
+                counted = tl.max(valid.to(tl.int32), axis=1) > 0
+            if PASS == "stats":
+                if not PER_HEAD:
+                    s = tl.where(counted[:, None], _clean(s + bias[:, None]), -float("inf"))
                 most = tl.maximum(run_top, tl.max(s, axis=0))
-                safe = tl.maximum(most, -3.4028234663852886e38)
+                safe = tl.maximum(most, LOWEST)
                 run_sum = run_sum * tl.exp2(run_top - safe) + tl.sum(tl.exp2(s - safe[None, :]), axis=0)
                 run_top = most
             else:
-                key = group_key(s, valid, level[None, :], MAX)
-                any_head = tl.max(valid.to(tl.int32), axis=1) > 0
+                s = s - level[None, :]
+                key = tl.maximum(tl.max(s, axis=1), LOWEST)
+                if not MAX:
+                    key = _log_sum(key, tl.sum(tl.exp2(s - key[:, None]), axis=1))
+
         if PASS != "stats":
+            key = _clean(key + bias)
+            key = tl.where(key == 0.0, 0.0, key)
             forced = (token < first + n_sink) | (token >= stop - n_recent)
-            key = tl.where(any_head, tl.where(forced, float("inf"), key), -float("inf"))
-            if share > CAP:  # else the list holds them all, and nobody looks here
-                tl.store(keys + row * L + token64, key, mask=inside)
-            listed = any_head & (key >= cutoff)
-            count = listed.to(tl.int32)
-            place = found + tl.cumsum(count, axis=0) - 1
-            keep = listed & (place < CAP)
-            segment = (row * CHUNKS + chunk) * CAP
-            tl.store(list_key + segment + place, key, mask=keep)
-            tl.store(list_token + segment + place, token, mask=keep)
-            found += tl.sum(count, axis=0)
+            key = tl.where(counted, tl.where(forced, float("inf"), key), -float("inf"))
+            tl.store(keys + token, key, mask=inside)
+            bin = bin_of(key, origin, per_width).to(tl.int32)
+            one = counted.to(tl.int32) << (bin % 4 * 8)
+            tally += tl.where((bin // 4)[:, None] == column[None, :], one[:, None], 0)
 
     if PASS == "stats":
         at = (row * CHUNKS + chunk) * GP * 2 + g * 2
         tl.store(stats + at, run_top)
         tl.store(stats + at + 1, run_sum)
     else:
-        tl.store(counts + row * (CHUNKS + 1) + chunk, found)
-        if chunk == 0:  # whether the list holds every token, if it fits
-            tl.store(counts + row * (CHUNKS + 1) + CHUNKS, (cutoff == -float("inf")).to(tl.int32))
+        at = bins + (row * CHUNKS + chunk) * (BINS // 2) + column
+        tl.store(at, tl.sum(tally & 0x00FF00FF, axis=0))
+        tl.store(at + BINS // 4, tl.sum((tally >> 8) & 0x00FF00FF, axis=0))
+        if chunk == 0:
+            tl.store(window + row * 2, origin)
+            tl.store(window + row * 2 + 1, per_width)

@@ -19,37 +19,29 @@ from .score import tip_kernel
 
 @dataclass(frozen=True)
 class Configuration:
-    """How a step is cut up. ``chunks * cap`` entries list a row's candidates; ``splits`` programs attend ``share`` each."""
+    """How a step is cut up. TIP: ``chunks`` programs a row, ``block_t`` tokens at a time. FAC: ``splits`` programs a row, which
+    look at ``block_k`` keys and attend to ``block_n`` tokens at a time. ``pdl``: kernels start before the last one has ended."""
 
     chunks: int
-    cap: int
     block_t: int
     tip_warps: int
-    share: int
+    splits: int
+    block_k: int
     block_n: int
     fac_warps: int
     fac_stages: int
     pdl: bool
 
-    def splits(self, n_fac: int) -> int:
-        return -(-n_fac // self.share)
-
 
 def configuration(rows: int, L: int, n_fac: int, block_n: int, device: Device) -> Configuration:
-    """A choice by shape alone: nothing is tuned at run time, so a first call costs compilation only.
-
-    TIP gets about eight programs per multiprocessor. The list has room for four times ``n_fac``: the cutoff of the step
-    before must hold ``n_fac`` tokens for the fast search, and real text moves it by half of that in a step (DESIGN 6).
-    """
+    """A choice by shape alone: nothing is tuned at run time, so a first call costs compilation only."""
     block_t = 128
     chunks = power_of_2(max(1, 8 * device.sms // rows))
     chunks = max(1, min(chunks, 128, power_of_2(-(-L // block_t))))
-    room = max(8192 if n_fac <= 1024 else 8 * power_of_2(n_fac), 64 * chunks)
-    cap = max(16, min(room // chunks, power_of_2(-(-L // chunks) + 16)))
-    # Attending: about two programs per multiprocessor, each with whole tiles.
-    splits = max(1, min(2 * device.sms // rows, -(-n_fac // block_n)))
-    share = -(-n_fac // (splits * block_n)) * block_n
-    return Configuration(chunks, cap, block_t, 4, share, block_n, 8, 2, False)
+    # Counts within a program are 8 bits for each of block_t lanes.
+    chunks = max(chunks, power_of_2(-(-L // (128 * block_t))))
+    splits = max(1, min(-(-4 * device.sms // rows), -(-n_fac // block_n), 64))
+    return Configuration(chunks, block_t, 4, splits, min(2048, power_of_2(-(-L // splits) + 16)), block_n, 4, 2, False)
 
 
 def sparse_decode(
@@ -75,13 +67,13 @@ def sparse_decode(
     sinks: Tensor | None = None,
     fmt: str = "int4",
     reduction: str = "static",
-    kept: Tensor | None = None,
+    selection: list[tuple[Tensor, Tensor]] | None = None,
     config: Configuration | None = None,
 ) -> Tensor:
     """``reference.sparse_decode`` as kernels; ``slots`` and ``hint`` as in ``ops``.
 
-    ``kept`` int32 ``[B * Hkv, splits * share]`` receives the selected tokens (untouched where fewer are valid) for
-    whoever checks the selection; ``config`` replaces ``configuration``'s choice for whoever measures it. ``data``, ``meta`` and ``hint``
+    ``selection``, a list, receives ``(kept, count)``, int32 ``[B * Hkv, splits, room]`` and ``[B * Hkv, splits]``: the tokens
+    attended to, for whoever checks them; ``config`` replaces ``configuration``'s choice for whoever measures it. ``data``, ``meta`` and ``hint``
     must be contiguous. Raises ``ValueError`` as the reference does.
     """
     check_format(fmt)
@@ -94,7 +86,7 @@ def sparse_decode(
             raise ValueError(f"{name} must be contiguous")
     B, Hq, _, D = q.shape
     Hkv, L, DV = k.shape[1], k.shape[2], v.shape[3]
-    if n_fac >= L and kept is None:
+    if n_fac >= L and selection is None:
         # The whole cache is within the budget, whatever is valid in it.
         if data is not None and slots is not None:
             pack_rows_(data, meta, k, slots, dims, centre, spread, fmt)
@@ -107,7 +99,7 @@ def sparse_decode(
     device = device_of(q)
     block_n = tile_tokens(q, k, v)
     c = config or configuration(rows, L, n_fac, block_n, device)
-    splits = c.splits(n_fac)
+    splits = c.splits
     if mask is not None and bounds is None:
         bounds = mask_bounds(mask, L)
     m = mask_arguments(mask)
@@ -117,11 +109,14 @@ def sparse_decode(
 
     engine, GP, block_w = _engine(data, fmt, G, D, reduction, device)
     keys = scratch(rows, L)
-    list_key = scratch(rows, c.chunks * c.cap)
-    list_token = scratch(rows, c.chunks * c.cap, dtype=torch.int32)
-    counts = scratch(rows, c.chunks + 1, dtype=torch.int32)
+    bins = scratch(rows, c.chunks, 32, dtype=torch.int32)
+    window = scratch(rows, 2)
     stats = scratch(rows, c.chunks, GP, 2) if reduction == "softmax_sum" else None
-    kept = scratch(rows, splits * c.share, dtype=torch.int32) if kept is None else kept
+    room = min(n_fac + n_fac // 8, 16 * -(-(-(-L // 16) + 1) // splits))
+    kept = scratch(rows, splits, room, dtype=torch.int32)
+    kept_count = scratch(rows, splits, dtype=torch.int32)
+    if selection is not None:
+        selection.append((kept, kept_count))
     part = scratch(rows, splits, G, DV + 2) if splits > 1 else None
     out = torch.empty((B, Hq, 1, DV), dtype=q.dtype, device=q.device)
     # Where the tensor cores do not take e4m3, the kernels decode bytes.
@@ -134,32 +129,33 @@ def sparse_decode(
     strides = strides_of(q, k, v, m, bounds)
     with on_device(q):
         if data is not None:
-            query_kernel[(rows,)](
+            query_kernel[(rows, 1 if slots is None else 2)](
                 q, k, dims, centre, spread, slots, bytes_view(data), meta, bytes_view(query), factors, sums,
                 *strides[:7], 0 if slots is None or slots.dim() == 1 else slots.stride(0),
                 L, 0 if slots is None else slots.shape[-1], scale,
                 HKV=Hkv, G=G, GP=GP, COLUMNS=data.shape[3], META=meta.shape[3], **pack_sizes(dims.shape[1], fmt),
-                HAS_SLOTS=slots is not None, BLOCK_W=block_w, PDL=c.pdl, num_warps=1,
+                HAS_SLOTS=slots is not None, BLOCK_W=block_w, PDL=c.pdl, num_warps=2,
             )  # fmt: skip
         for step in ("stats", "keys-by-stats") if reduction == "softmax_sum" else ("keys",):
             pdl = c.pdl and data is not None
             tip_kernel[(c.chunks, rows)](
                 query, factors, sums, source, meta, norm, m.tensor, bounds, hint,
-                keys, list_key, list_token, counts, stats,
+                keys, bins, window, stats,
                 *strides[:7], *strides[11:], L, scale, softcap, n_sink, n_recent,
                 HKV=Hkv, G=G, GP=GP, D=D, FMT=fmt, COLUMNS=1 if data is None else data.shape[3],
                 META=0 if meta is None else meta.shape[3], MASK_KIND=m.kind, PER_HEAD=m.per_head,
                 HAS_BOUNDS=bounds is not None, HAS_HINT=hint is not None, HAS_NORM=norm is not None,
                 SOFTCAP=softcap != 0.0, MAX=reduction == "max", PASS=step, ENGINE=engine, FP8=device.fp8,
-                BLOCK_W=block_w, BLOCK_T=c.block_t, CHUNKS=c.chunks, CAP=c.cap, PDL=pdl, num_warps=c.tip_warps,
+                BLOCK_W=block_w, BLOCK_T=c.block_t, CHUNKS=c.chunks, PDL=pdl, num_warps=c.tip_warps,
+                num_stages=1 if engine == "all" else 3,
                 **({"launch_pdl": True} if pdl else {}),
             )  # fmt: skip
         sizes = attend_sizes(q, k, v)
         fac_kernel[(splits, rows)](
-            q, k, v, m.tensor, bounds, hint, keys, list_key, list_token, counts, kept, out, part, sinks,
-            *strides, L, n_fac, scale, softcap, kept.shape[1], **sizes,
+            q, k, v, m.tensor, bounds, hint, keys, bins, window, kept, kept_count, out, part, sinks,
+            *strides, L, n_fac, scale, softcap, room, **sizes,
             MASK_KIND=m.kind, PER_HEAD=m.per_head, HAS_BOUNDS=bounds is not None, HAS_HINT=hint is not None,
-            HAS_SINKS=sinks is not None, SOFTCAP=softcap != 0.0, CHUNKS=c.chunks, CAP=c.cap, SPLITS=splits, SHARE=c.share,
+            HAS_SINKS=sinks is not None, SOFTCAP=softcap != 0.0, CHUNKS=c.chunks, SPLITS=splits, BLOCK_K=c.block_k,
             BLOCK_N=c.block_n, PDL=c.pdl, num_warps=c.fac_warps, num_stages=c.fac_stages,
             **({"launch_pdl": True} if c.pdl else {}),
         )  # fmt: skip
