@@ -56,7 +56,7 @@ lint: $(VENV)/dev.stamp ## ruff: format check and lint
 types: $(VENV)/dev.stamp build/mapped ## mypy on the package
 	@$(BIN)/mypy
 
-# The package as the wheel lays it out, in links: mypy (and a machine where nothing can be installed) reads it from here.
+# The package as the wheel lays it out, in links, for mypy.
 .PHONY: build/mapped
 build/mapped:
 	@rm -rf $@ && mkdir -p $@/fasa_compile
@@ -82,9 +82,9 @@ test: lint types ## format, lint, types and all tests that need no GPU
 test-fast: $(VENV)/dev.stamp ## the tests that take seconds
 	$(call bounded,$(BIN)/pytest -q -n $(WORKERS) --dist loadfile -m "not gpu and not slow" $(PYTEST_ARGS))
 
-# Runs with the interpreter that has a CUDA torch and pytest; installs nothing.
-test-gpu: build/mapped ## the tests that need a CUDA device, with $(PYTHON) as it is
-	$(call bounded,env PYTHONPATH=build/mapped $(PYTHON) -P -m pytest -q -m gpu tests/gpu $(PYTEST_ARGS))
+# Installs nothing: it runs with the interpreter that has a CUDA torch and pytest, on this checkout.
+test-gpu: ## the tests that need a CUDA device, with $(PYTHON) as it is
+	$(call bounded,bash -c '. tests/gpu/path.sh && exec $(PYTHON) -P -m pytest -q -m gpu tests/gpu $(PYTEST_ARGS)')
 
 # --- the demo ----------------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ import fasa_compile
 import smollm2
 
 FACT = "The secret code of the lighthouse is 71948."
-QUESTION = "What is the secret code of the lighthouse?"
+QUESTION = "What is the secret code of the lighthouse? Answer in one short sentence."
 ANSWER = "71948"
 
 

@@ -19,6 +19,7 @@ import pytest
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 _THREADS = max(1, min(2, (os.cpu_count() or 1) // _WORKERS))
 os.environ.setdefault("OMP_NUM_THREADS", str(_THREADS))
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # workers share the cores: spinning at a barrier takes them away
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
