@@ -20,7 +20,6 @@ from torch import fx
 
 from fasa_compile.capture import Shadow
 from fasa_compile.patterns import attention, cache, graph, layout, movement, rope
-from fasa_compile.patterns import written as _written  # noqa: F401  (registers its anchor)
 from fasa_compile.patterns.attention import Found, Refused
 from fasa_compile.patterns.forms import Forms
 from fasa_compile.patterns.graph import Unreadable

@@ -113,12 +113,24 @@ class Forms:
         return Form(np.ones(ids.shape), ids, np.zeros_like(ids))
 
     def _table(self, node: fx.Node, points: Points) -> Form:
-        dtype = graph.tensor(node).dtype
-        if dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(self.precision).eps:
-            self.precision = dtype
-        self.used[node] = None
+        if node not in self.used:
+            self.used[node] = None
+            self._round(node)
         values = self.tables.array(node)[points]
         return _constant(np.atleast_1d(values))
+
+    def _round(self, table: fx.Node) -> None:
+        """Takes note of the coarsest dtype that a table, or anything it was made of, was rounded to."""
+        todo, seen = [table], set()
+        while todo:
+            node = todo.pop()
+            if node in seen or not graph.is_tensor(node):
+                continue
+            seen.add(node)
+            todo.extend(node.all_input_nodes)
+            dtype = graph.tensor(node).dtype
+            if dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(self.precision).eps:
+                self.precision = dtype
 
     def _assemble(self, parts: list[movement.Part], count: int) -> Form:
         if len(parts) == 1 and parts[0].select is None and parts[0].node is not None:
