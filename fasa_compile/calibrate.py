@@ -22,10 +22,11 @@ from fasa_compile.sites import AttentionSite, NoMatch
 class _Observer:
     """A ``torch.compile`` backend that runs the graph as it is and shows every matched prefill attention's q and k to a sink."""
 
-    def __init__(self, device: torch.device | None) -> None:
+    def __init__(self, texts: int, show: bool) -> None:
         self.stats: dict[str, LayerStats] = {}
         self.refused: list[NoMatch] = []
-        self.device = device
+        self.texts = texts
+        self.bar = _bar(show)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         shadow = capture(gm, example_inputs)
@@ -33,9 +34,10 @@ class _Observer:
         self.refused += [s for s in sites if isinstance(s, NoMatch)]
         twin = copy_graph(gm)
         emit = Emitter(shadow, twin)
-        for site in sites:
-            if not isinstance(site, AttentionSite):
-                continue
+        matched = [s for s in sites if isinstance(s, AttentionSite)]
+        if self.bar is not None and not self.stats:
+            self.bar.total = (self.bar.total or 0) + len(matched) * self.texts
+        for site in matched:
             q = emit.expr(site.q, site.output)
             k = emit.expr(site.k, site.output)
             mask = emit.expr(site.mask, site.output) if site.mask is not None else None
@@ -45,13 +47,14 @@ class _Observer:
 
     def record(self, site: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None) -> None:
         if site.layer not in self.stats:
-            device = self.device or q.device
-            self.stats[site.layer] = LayerStats(q.shape[1], k.shape[1], q.shape[3], site.rope, device)
+            self.stats[site.layer] = LayerStats(q.shape[1], k.shape[1], q.shape[3], site.rope, q.device, site.layer)
         with torch.no_grad():
             for row in range(q.shape[0]):
                 mine = None if mask is None else mask[row if mask.shape[0] > 1 else 0]
                 one_q, one_k = _visible(q[row : row + 1], k[row : row + 1], mine)
                 self.stats[site.layer].update(one_q, one_k, site.scale, None, site.softcap)
+        if self.bar is not None:
+            self.bar.update()
 
 
 class _Sink:
@@ -129,7 +132,7 @@ def calibrate(
     """
     texts = _texts(data)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    observer = _Observer(device)
+    observer = _Observer(len(texts), progress)
     call = forward or _forward
     own = model.__dict__.get("forward")
     if own is not None:
@@ -137,17 +140,19 @@ def calibrate(
     try:
         watched = torch.compile(model, backend=observer, dynamic=False)
         with torch.no_grad():
-            for text in _progress(texts, progress):
+            for text in texts:
                 call(watched, text.to(device))  # type: ignore[arg-type]
     finally:
         if own is not None:
             model.forward = own  # type: ignore[method-assign]
+        if observer.bar is not None:
+            observer.bar.close()
     if not observer.stats:
         reasons = sorted({f"{s.layer or 'attention'} at {s.source}: {s.reason}" for s in observer.refused})
         found = "; ".join(reasons[:4]) if reasons else "the traced graphs hold no attention"
         raise CalibrationError(f"nothing to calibrate: no attention with a proven rotary embedding ({found})")
     layers: list[LayerProfile] = []
-    for name, stats in _progress(list(observer.stats.items()), progress and method != "score_variance"):
+    for name, stats in observer.stats.items():
         count = n_tip if n_tip is not None else max(1, len(stats.rope.pairs) // 2)
         layers.append(stats.layer_profile(name, count, method, reduction))
     return FCProfile(
@@ -160,16 +165,17 @@ def calibrate(
         data={
             "tokens": sum(t.numel() for t in texts),
             "lengths": sorted({t.shape[1] for t in texts}),
-            "fingerprint": data_fingerprint(texts[0] if len(texts) == 1 else torch.cat([t.reshape(-1) for t in texts])),
+            "fingerprint": data_fingerprint(texts),
         },
     )
 
 
-def _progress(items: Sequence[Any], show: bool) -> Iterable[Any]:
-    if not show or len(items) < 2:
-        return items
+def _bar(show: bool) -> Any:
+    """A progress bar over attention layers and texts, or None where it is not wanted or tqdm is not installed."""
+    if not show:
+        return None
     try:
         from tqdm.auto import tqdm
     except ImportError:
-        return items
-    return tqdm(items, desc="calibrating", leave=False)
+        return None
+    return tqdm(desc="calibrating", unit="layer", total=0, leave=False)
