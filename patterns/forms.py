@@ -26,7 +26,7 @@ from torch import fx
 from fasa_compile.patterns import graph, movement
 from fasa_compile.patterns.graph import Unreadable
 from fasa_compile.patterns.movement import Points
-from fasa_compile.patterns.tables import Tables
+from fasa_compile.patterns.tables import PARAMETER, Tables
 
 _MAX_TERMS = 4096
 _CONSTANT = 0  # the atom of terms that hold no data
@@ -334,7 +334,7 @@ def _rotation_matrix(forms: Forms, node: fx.Node, points: Points) -> Form | None
         return None
     table = b if marks.is_data(a) else a
     size_a, size_b = graph.shape(a), graph.shape(b)
-    if marks.bits[table] & 2 or len(size_a) < 2 or len(size_b) < 2:
+    if marks.bits[table] & PARAMETER or len(size_a) < 2 or len(size_b) < 2:
         return None
     lead, (i, j) = points[:-2], points[-2:]
     total: Form | None = None

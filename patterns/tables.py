@@ -19,7 +19,7 @@ from fasa_compile.capture import Shadow
 from fasa_compile.patterns import graph
 from fasa_compile.patterns.graph import Unreadable
 
-DATA, PARAMETER, POSITION = 1, 2, 4
+DATA, PARAMETER, POSITION, INPUT = 1, 2, 4, 8
 
 _LARGEST = 1 << 26  # elements of a table that may be computed: a 32k-token table of 128 dims is 2^22
 
@@ -69,7 +69,7 @@ def _contracts(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class Marks:
-    """For every shadow node, what its value is made of: a set of DATA, PARAMETER and POSITION bits."""
+    """For every shadow node, what its value is made of: a set of DATA, PARAMETER, POSITION and INPUT (other floats) bits."""
 
     bits: dict[fx.Node, int]
 
@@ -78,7 +78,7 @@ class Marks:
 
     def is_input(self, node: fx.Node) -> bool:
         """Made of float inputs of the graph that are no parameters, and of nothing else."""
-        return self.bits.get(node, DATA) == 0 and graph.is_tensor(node) and graph.tensor(node).is_floating_point()
+        return self.bits.get(node, DATA) == INPUT and graph.is_tensor(node) and graph.tensor(node).is_floating_point()
 
     def is_lane_weight(self, node: fx.Node) -> bool:
         """A learned factor that does not depend on the position, such as a norm's weight."""
@@ -97,7 +97,7 @@ def mark(shadow: Shadow, data_inputs: frozenset[fx.Node] = frozenset()) -> Marks
             elif isinstance(value, torch.nn.Parameter):
                 bits[node] = PARAMETER
             elif isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
-                bits[node] = 0
+                bits[node] = INPUT
             else:
                 bits[node] = POSITION
             continue

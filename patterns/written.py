@@ -16,7 +16,7 @@ from torch import fx
 from fasa_compile.patterns import graph, movement
 from fasa_compile.patterns.attention import Found, Refused, register
 from fasa_compile.patterns.contraction import Atoms, Dim, Product, of_data, product
-from fasa_compile.patterns.tables import Tables
+from fasa_compile.patterns.tables import DATA, INPUT, Tables
 from fasa_compile.sites import Expr
 
 aten = torch.ops.aten
@@ -135,7 +135,7 @@ def constant(x: Any, tables: Tables) -> float:
         value = x.meta.get("val")
         if isinstance(value, torch.SymFloat):
             return _fixed(x)
-        if isinstance(value, torch.Tensor) and value.numel() == 1 and not tables.marks.bits.get(x, 1):
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and not tables.marks.bits.get(x, DATA) & ~INPUT:
             return float(tables.value(x))
         raise Refused("unsupported-value", f"{x.name} is not a constant of the graph")
     return float(x)
@@ -422,6 +422,8 @@ class _Reading:
         rest = [a for a in own if a not in groups]
         if len(rest) == 1:
             return rest[0]
+        if not heads:  # keys without heads: scores are written heads, query tokens, keys
+            return rest[-1]
         raise Refused("unknown-attention", f"{self.scores.node.name}: which dim holds the query tokens cannot be told")
 
     def _batch_and_heads(self, lead: list[str], q: fx.Node) -> tuple[str | None, list[str]]:
