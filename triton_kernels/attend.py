@@ -222,21 +222,6 @@ def store_part(
 
 
 @triton.jit
-def _row_counts(bins, row, CHUNKS: tl.constexpr):
-    """How many keys of a row are in each bin or above: ``[BINS]``."""
-    column = tl.arange(0, BINS // 4)
-    at = bins + (row * CHUNKS + tl.arange(0, CHUNKS)[:, None]) * (BINS // 2) + column[None, :]
-    even = tl.load(at)
-    odd = tl.load(at + BINS // 4)
-    b = tl.arange(0, BINS)[:, None]
-    n = tl.where(4 * column[None, :] >= b, tl.sum(even & 0xFFFF, axis=0)[None, :], 0)
-    n += tl.where(4 * column[None, :] + 1 >= b, tl.sum(odd & 0xFFFF, axis=0)[None, :], 0)
-    n += tl.where(4 * column[None, :] + 2 >= b, tl.sum((even >> 16) & 0xFFFF, axis=0)[None, :], 0)
-    n += tl.where(4 * column[None, :] + 3 >= b, tl.sum((odd >> 16) & 0xFFFF, axis=0)[None, :], 0)
-    return tl.sum(n, axis=1)
-
-
-@triton.jit
 def fac_kernel(
     q, k, v, mask, bounds, hint, keys, bins, window, kept, kept_count, out, part, sinks,
     stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
@@ -246,7 +231,7 @@ def fac_kernel(
     DV: tl.constexpr, DVP: tl.constexpr, WIDE: tl.constexpr,
     MASK_KIND: tl.constexpr, PER_HEAD: tl.constexpr, HAS_BOUNDS: tl.constexpr, HAS_HINT: tl.constexpr,
     HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
-    CHUNKS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (SPLITS, B * HKV). ``kept [B * HKV, SPLITS, room]`` int32 receives the selected tokens of each program's part of
     the context and ``kept_count [B * HKV, SPLITS]`` their number."""
@@ -257,20 +242,21 @@ def fac_kernel(
     q1, q2 = load_query(q, b, h, stride_qb, stride_qh, stride_qd, G, GP, D, D1, D2, WIDE)
     keys += row * L
     kept += (row * SPLITS + split) * room
-    if PDL:  # what was loaded so far is none of TIP's work; what follows is
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
     # The lowest bin that, with all above it, holds n_fac tokens; accepted if that is at most an eighth more.
     origin = tl.load(window + row * 2)
     per_width = tl.load(window + row * 2 + 1)
     number = tl.arange(0, BINS)
-    reach = _row_counts(bins, row, CHUNKS)
-    bin = tl.max(tl.where(reach >= n_fac, number, 0), axis=0)
+    in_bin = tl.load(bins + row * 2 * BINS + number)
+    reach = tl.sum(tl.where(number[None, :] >= number[:, None], in_bin[None, :], 0), axis=1)
+    valid_count = stop - first
+    if MASK_KIND != 0:
+        valid_count = tl.load(bins + row * 2 * BINS + BINS)
+    bin = tl.max(tl.where(reach >= n_fac, number, -1), axis=0)
     n_bin = tl.sum(tl.where(number == bin, reach, 0), axis=0)
-    n_above = tl.sum(tl.where(number == bin + 1, reach, 0), axis=0)
-    by_bin = n_bin <= n_fac + n_fac // 8
-    edge = bin.to(tl.float32)
+    cell = tl.sum(tl.where(number == bin, in_bin, 0), axis=0)
+    everything = valid_count <= n_fac
+    by_bin = everything | ((bin >= 0) & (n_bin <= n_fac + n_fac // 8))
+    edge = tl.where(everything, -float("inf"), bin.to(tl.float32))
     hi_level = tl.full((), 0.0, tl.float32)
     lo = tl.full((), 0.0, tl.float32)
     below = tl.full((), 0, tl.int32)
@@ -280,10 +266,11 @@ def fac_kernel(
     if HAS_HINT and split == 0:
         # The next window: this threshold in its middle, bins that hold about a thirtieth of n_fac.
         width = 1.0 / per_width
-        inside_window = (bin > 0) & (bin < BINS - 1)
-        level = tl.where(inside_window, origin + (edge + 0.5) * width, tl.where(by_bin, origin + edge * width, lo))
-        level = tl.where((level > -1e30) & (level < 1e30), level, origin + 0.5 * BINS * width)
-        cell = n_bin - n_above
+        inside_window = (bin >= 0) & (bin < BINS - 1)
+        level = tl.where(inside_window, origin + (bin.to(tl.float32) + 0.5) * width, lo)
+        level = tl.where(
+            (level > -1e30) & (level < 1e30) & (inside_window | (by_bin == 0)), level, origin + 0.5 * BINS * width
+        )
         halve = inside_window & (cell * 16 > n_fac)
         quarter = inside_window & (cell * 4 > n_fac)
         double = inside_window & (cell * 80 < n_fac)
@@ -335,7 +322,7 @@ def fac_kernel(
 @triton.jit
 def merge_kernel(
     part, sinks, out, splits, HQ: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    SPLITS_P: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
+    SPLITS_P: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * HQ,): joins the shares of one query head, ``part [B * HKV, splits, G, 2 + DV]``, and the learned sink."""
     head = tl.program_id(0).to(tl.int64)
@@ -343,8 +330,6 @@ def merge_kernel(
     i = tl.arange(0, SPLITS_P)
     dv = tl.arange(0, DVP)
     use = i < splits
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     at = part + ((row * splits + i) * G + g) * (DV + 2)
     m = tl.load(at, mask=use, other=-float("inf"))
     top = tl.max(m, axis=0)

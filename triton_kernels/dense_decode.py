@@ -82,13 +82,11 @@ def strides_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bounds: Tensor | Non
 
 
 def merge(
-    part: Tensor, sinks: Tensor | None, out: Tensor, splits: int, sizes: dict[str, int | bool], pdl: bool
-) -> None:
+    part: Tensor, sinks: Tensor | None, out: Tensor, splits: int, sizes: dict[str, int | bool]) -> None:
     B, Hq = out.shape[:2]
     merge_kernel[(B * Hq,)](
         part, sinks, out, splits, HQ=Hq, G=sizes["G"], DV=sizes["DV"], DVP=sizes["DVP"],
-        SPLITS_P=power_of_2(splits), HAS_SINKS=sinks is not None, PDL=pdl, num_warps=4,
-        **({"launch_pdl": True} if pdl else {}),
+        SPLITS_P=power_of_2(splits), HAS_SINKS=sinks is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -127,5 +125,5 @@ def dense_decode(
             HAS_SINKS=sinks is not None, SOFTCAP=softcap != 0.0, SPLITS=splits, BLOCK_N=block, num_warps=4, num_stages=2,
         )  # fmt: skip
         if splits > 1:
-            merge(part, sinks, out, splits, sizes, pdl=False)
+            merge(part, sinks, out, splits, sizes)
     return out

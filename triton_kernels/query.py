@@ -29,19 +29,18 @@ def _code(y, step):
 
 @triton.jit
 def query_kernel(
-    q, k, dims, centre, spread, slots, data, meta, query, factors, sums,
+    q, k, dims, centre, spread, slots, data, meta, query, factors, sums, bins,
     stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd, stride_slots,
     L, n_slots, scale,
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, COLUMNS: tl.constexpr, META: tl.constexpr,
     W: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, FMT: tl.constexpr, LIMIT: tl.constexpr,
-    HAS_SLOTS: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, BLOCK_W: tl.constexpr, HALVES: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * HKV, 1), or (B * HKV, 2) with slots: the second half refreshes them. Writes ``query [rows, 2, GP, BLOCK_W]`` (zero padded; the second half is int4's high nibbles),
-    ``factors [rows, GP]``, what turns a dot into a score, and ``sums [rows, GP]``, the codes' sums (integer formats)."""
+    ``factors [rows, GP]``, what turns a dot into a score, and ``sums [rows, GP]``, the codes' sums (integer formats). HALVES: e4m3 numbers are written as fp16, divided by 512. Clears
+    ``bins [rows, BINS]`` for the counts that follow."""
     row = tl.program_id(0).to(tl.int64)
     b, h = row // HKV, row % HKV
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     if HAS_SLOTS and tl.program_id(1) == 1:
         for number in range(n_slots):
             slot = tl.load(slots + b * stride_slots + number).to(tl.int64) + tl.zeros((1,), tl.int64)
@@ -52,6 +51,7 @@ def query_kernel(
                 W, HALF, HALF_P, FMT, LIMIT,
             )  # fmt: skip
         return
+    tl.store(bins + row * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
     g = tl.arange(0, GP)
     w = tl.arange(0, BLOCK_W)
     INT4: tl.constexpr = FMT == "int4"
@@ -85,7 +85,12 @@ def query_kernel(
         factor = factor * step
         y = tl.math.div_rn(lo, tl.broadcast_to(step[:, None], lo.shape))
         y = tl.minimum(tl.maximum(y, -LIMIT), LIMIT)
-        if FMT == "fp8":
+        if FMT == "fp8" and HALVES:
+            code = encode_e4m3(y).to(tl.uint16)
+            half = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.float16, bitcast=True)  # the number / 256
+            factor = factor * 512.0
+            tl.store(at, half * 0.5)
+        elif FMT == "fp8":
             tl.store(at, encode_e4m3(y))
         else:
             tl.store(at, rounded_to(y, query.dtype.element_ty))

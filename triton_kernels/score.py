@@ -53,8 +53,9 @@ def row_window(hint, row, HAS_HINT: tl.constexpr):
 
 @triton.jit
 def bin_of(key, origin, per_width):
-    """The bin of a key, as a float. Selection repeats these very operations: a token is kept by the bin it was counted in."""
-    return tl.minimum(tl.maximum((key - origin) * per_width, 0.0), BINS - 1.0)
+    """The bin of a key, as a float, negative below the first. Selection repeats these very operations: a token is kept by
+    the bin it was counted in."""
+    return tl.minimum((key - origin) * per_width, BINS - 1.0)
 
 
 @triton.jit
@@ -108,6 +109,30 @@ def _dot4(a, b, c):
 
 
 @triton.jit
+def _halves(w):
+    """Four e4m3 bytes as two pairs of fp16."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
+        "=r,=r,r", [w], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _half2_fma(a, b, c):
+    return tl.inline_asm_elementwise(
+        "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _half2_sum(a):
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 l, h; .reg .f32 x, y; mov.b32 {l, h}, $1; cvt.f32.f16 x, l; cvt.f32.f16 y, h; add.f32 $0, x, y; }",
+        "=f,r", [a], dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def _token_mask(mask, b, head, token, inside, stride_mb, stride_mh, stride_mt, MASK_KIND: tl.constexpr):
     """``(allowed, bias)`` of tokens ``[T]`` for one head; bias in base-2 logs."""
     m = tl.load(mask + b * stride_mb + head * stride_mh + token.to(tl.int64) * stride_mt, mask=inside, other=0)
@@ -129,12 +154,13 @@ def tip_kernel(
     MASK_KIND: tl.constexpr, PER_HEAD: tl.constexpr, HAS_BOUNDS: tl.constexpr,
     HAS_HINT: tl.constexpr, HAS_NORM: tl.constexpr, SOFTCAP: tl.constexpr, MAX: tl.constexpr,
     PASS: tl.constexpr,  # "keys", "stats" (log-sum-exp partials of each head), "keys-by-stats"
-    ENGINE: tl.constexpr,  # "words" (dp4a), "dot"; "all" scores with K itself
-    FP8: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
+    ENGINE: tl.constexpr,  # "words" (four dims at a time), "dot" (tensor cores); "all" scores with K itself
+    FP8: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, CHUNKS: tl.constexpr, HOIST: tl.constexpr,
 ):  # fmt: skip
     """Grid (CHUNKS, B * HKV). ``source`` is the packed data and ``query, factors, sums`` are ``query_kernel``'s; when ENGINE is
-    "all", they are k and q themselves and nothing. Writes ``keys [rows, L]``, ``bins [rows, CHUNKS, 32]`` (two 16-bit
-    counts a word) and ``window [rows, 2]``."""
+    "all", they are k and q themselves and nothing. Writes ``keys [rows, L]`` and ``window [rows, 2]``, and adds to
+    ``bins [rows, 2 * BINS]``: BINS counts of the keys in the window or above it, then the number of valid tokens (only with a
+    mask: else the bounds tell). HOIST: keep the rounded queries of all heads in registers."""
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     b, h = row // HKV, row % HKV
@@ -147,6 +173,7 @@ def tip_kernel(
     head = h * G + g
     is_head = g < G
     keys += row * L
+    bins += row * 2 * BINS
     if META > 0:
         meta += row * L * META
     if ENGINE != "all":
@@ -163,26 +190,28 @@ def tip_kernel(
     elif HAS_NORM and PASS == "keys":
         level = tl.load(norm + head, mask=is_head, other=float("inf")).to(tl.float32) * LOG2E
 
-    if PDL:  # nothing before this line reads what the query's kernel wrote
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     # The query's side of the dot.
     if ENGINE == "words":
         WORDS: tl.constexpr = COLUMNS // 4
         WORDS_P: tl.constexpr = BLOCK_W // 4
         STEP: tl.constexpr = 4 if WORDS_P >= 4 else WORDS_P  # words a thread loads at once
+        TWO: tl.constexpr = FMT != "int8"  # a word of keys meets two words of the query
+        STRIDE: tl.constexpr = 2 if FMT == "fp8" else 1
+        HI: tl.constexpr = 1 if FMT == "fp8" else GP * WORDS_P
         word = tl.arange(0, STEP)
-        q_words = query.to(tl.pointer_type(tl.int32)) + row * (2 * GP * WORDS_P) + word
+        # Words of the rounded query: those that meet low nibbles (fp8: the first two dims of a word), then the high ones.
+        q_words = query.to(tl.pointer_type(tl.int32)) + row * (2 * GP * WORDS_P) + word * STRIDE
         words_lo = ()
         words_hi = ()
         code_sums = ()
         factor_of = ()
         level_of = ()
         for n in tl.static_range(G):
-            for w0 in tl.static_range(0, WORDS_P, STEP):
-                words_lo = words_lo + (tl.load(q_words + n * WORDS_P + w0),)
-                words_hi = words_hi + (tl.load(q_words + (GP + n) * WORDS_P + w0) if FMT == "int4" else 0,)
-            code_sums = code_sums + (tl.load(sums + row * GP + n).to(tl.float32),)
+            if HOIST:
+                for w0 in tl.static_range(0, WORDS_P, STEP):
+                    words_lo = words_lo + (tl.load(q_words + (n * WORDS_P + w0) * STRIDE),)
+                    words_hi = words_hi + (tl.load(q_words + (n * WORDS_P + w0) * STRIDE + HI) if TWO else 0,)
+            code_sums = code_sums + (tl.load(sums + row * GP + n).to(tl.float32) if META > 0 else 0.0,)
             factor_of = factor_of + (tl.load(factors + row * GP + n) * UNIT,)
             level_of = level_of + (tl.load(norm + h * G + n).to(tl.float32) * LOG2E if HAS_NORM else 0.0,)
     elif ENGINE == "dot":
@@ -204,8 +233,7 @@ def tip_kernel(
     run_top = tl.full((GP,), -float("inf"), tl.float32)
     run_sum = tl.zeros((GP,), tl.float32)
     lane = tl.arange(0, BLOCK_T)
-    column = tl.arange(0, BINS // 4)
-    tally = tl.zeros((BLOCK_T, BINS // 4), tl.int32)  # four 8-bit counts a word
+    seen = tl.zeros((BLOCK_T,), tl.int32)
     for i0 in range(0, share, BLOCK_T):
         i = i0 + lane
         token = dealt_token(i, chunk, base, CHUNKS)
@@ -216,9 +244,10 @@ def tip_kernel(
             counted, bias = _token_mask(mask, b, 0, token, inside, stride_mb, 0, stride_mt, MASK_KIND)
 
         if ENGINE == "words":
-            both = tl.load(meta.to(tl.pointer_type(tl.int32)) + token, mask=inside, other=0)
-            token_scale = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            token_zero = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            if META > 0:
+                both = tl.load(meta.to(tl.pointer_type(tl.int32)) + token, mask=inside, other=0)
+                token_scale = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+                token_zero = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
             x_at = source.to(tl.pointer_type(tl.int32)) + token[:, None] * WORDS + word[None, :]
             low = ()
             high = ()
@@ -227,6 +256,10 @@ def tip_kernel(
                 if FMT == "int4":
                     low = low + (_nibble_low(x),)
                     high = high + (_nibble_high(x),)
+                elif FMT == "fp8":
+                    first_two, last_two = _halves(x)
+                    low = low + (first_two,)
+                    high = high + (last_two,)
                 else:
                     low = low + (x,)
             scores = ()
@@ -237,17 +270,28 @@ def tip_kernel(
             for n in tl.static_range(G):
                 dots = tl.zeros((BLOCK_T, STEP), tl.int32)
                 for j in tl.static_range(WORDS_P // STEP):
-                    dots = _dot4(
-                        low[j], tl.broadcast_to(words_lo[n * (WORDS_P // STEP) + j][None, :], dots.shape), dots
-                    )
-                    if FMT == "int4":
-                        dots = _dot4(
-                            high[j], tl.broadcast_to(words_hi[n * (WORDS_P // STEP) + j][None, :], dots.shape), dots
-                        )
-                dot = tl.sum(dots, axis=1).to(tl.float32)
-                if FMT == "int8":
-                    dot += 128.0 * code_sums[n]
-                one = (token_scale * dot + token_zero * code_sums[n]) * factor_of[n]
+                    if HOIST:
+                        q_lo = words_lo[n * (WORDS_P // STEP) + j]
+                        q_hi = words_hi[n * (WORDS_P // STEP) + j]
+                    else:
+                        q_lo = tl.load(q_words + (n * WORDS_P + j * STEP) * STRIDE)
+                        q_hi = tl.load(q_words + (n * WORDS_P + j * STEP) * STRIDE + HI) if TWO else 0
+                    q_lo = tl.broadcast_to(q_lo[None, :], dots.shape)
+                    if TWO:
+                        q_hi = tl.broadcast_to(q_hi[None, :], dots.shape)
+                    if FMT == "fp8":
+                        dots = _half2_fma(high[j], q_hi, _half2_fma(low[j], q_lo, dots))
+                    else:
+                        dots = _dot4(low[j], q_lo, dots)
+                        if TWO:
+                            dots = _dot4(high[j], q_hi, dots)
+                if FMT == "fp8":
+                    one = tl.sum(_half2_sum(dots), axis=1) * factor_of[n]
+                else:
+                    dot = tl.sum(dots, axis=1).to(tl.float32)
+                    if FMT == "int8":
+                        dot += 128.0 * code_sums[n]
+                    one = (token_scale * dot + token_zero * code_sums[n]) * factor_of[n]
                 if SOFTCAP:
                     one = _soft(one, softcap)
                 if PER_HEAD:
@@ -334,18 +378,18 @@ def tip_kernel(
             forced = (token < first + n_sink) | (token >= stop - n_recent)
             key = tl.where(counted, tl.where(forced, float("inf"), key), -float("inf"))
             tl.store(keys + token, key, mask=inside)
-            bin = bin_of(key, origin, per_width).to(tl.int32)
-            one = counted.to(tl.int32) << (bin % 4 * 8)
-            tally += tl.where((bin // 4)[:, None] == column[None, :], one[:, None], 0)
+            bin = bin_of(key, origin, per_width)
+            tl.atomic_add(bins + bin.to(tl.int32), 1, mask=counted & (bin >= 0.0), sem="relaxed")
+            if MASK_KIND != 0:
+                seen += counted.to(tl.int32)
 
     if PASS == "stats":
         at = (row * CHUNKS + chunk) * GP * 2 + g * 2
         tl.store(stats + at, run_top)
         tl.store(stats + at + 1, run_sum)
     else:
-        at = bins + (row * CHUNKS + chunk) * (BINS // 2) + column
-        tl.store(at, tl.sum(tally & 0x00FF00FF, axis=0))
-        tl.store(at + BINS // 4, tl.sum((tally >> 8) & 0x00FF00FF, axis=0))
+        if MASK_KIND != 0:
+            tl.atomic_add(bins + BINS, tl.sum(seen, axis=0), sem="relaxed")
         if chunk == 0:
             tl.store(window + row * 2, origin)
             tl.store(window + row * 2 + 1, per_width)

@@ -20,7 +20,7 @@ from .score import tip_kernel
 @dataclass(frozen=True)
 class Configuration:
     """How a step is cut up. TIP: ``chunks`` programs a row, ``block_t`` tokens at a time. FAC: ``splits`` programs a row, which
-    look at ``block_k`` keys and attend to ``block_n`` tokens at a time. ``pdl``: kernels start before the last one has ended."""
+    look at ``block_k`` keys and attend to ``block_n`` tokens at a time."""
 
     chunks: int
     block_t: int
@@ -30,7 +30,6 @@ class Configuration:
     block_n: int
     fac_warps: int
     fac_stages: int
-    pdl: bool
 
 
 def configuration(rows: int, L: int, n_fac: int, block_n: int, device: Device) -> Configuration:
@@ -38,10 +37,8 @@ def configuration(rows: int, L: int, n_fac: int, block_n: int, device: Device) -
     block_t = 128
     chunks = power_of_2(max(1, 8 * device.sms // rows))
     chunks = max(1, min(chunks, 128, power_of_2(-(-L // block_t))))
-    # Counts within a program are 8 bits for each of block_t lanes.
-    chunks = max(chunks, power_of_2(-(-L // (128 * block_t))))
     splits = max(1, min(-(-4 * device.sms // rows), -(-n_fac // block_n), 64))
-    return Configuration(chunks, block_t, 4, splits, min(2048, power_of_2(-(-L // splits) + 16)), block_n, 4, 2, False)
+    return Configuration(chunks, block_t, 4, splits, min(2048, power_of_2(-(-L // splits) + 16)), block_n, 4, 2)
 
 
 def sparse_decode(
@@ -107,9 +104,13 @@ def sparse_decode(
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
 
-    engine, GP, block_w = _engine(data, fmt, G, D, reduction, device)
+    engine, GP, block_w, hoist = _engine(data, fmt, G, D, reduction, device)
     keys = scratch(rows, L)
-    bins = scratch(rows, c.chunks, 32, dtype=torch.int32)
+    bins = (
+        torch.zeros((rows, 128), dtype=torch.int32, device=q.device)
+        if data is None
+        else scratch(rows, 128, dtype=torch.int32)
+    )
     window = scratch(rows, 2)
     stats = scratch(rows, c.chunks, GP, 2) if reduction == "softmax_sum" else None
     room = min(n_fac + n_fac // 8, 16 * -(-(-(-L // 16) + 1) // splits))
@@ -123,21 +124,22 @@ def sparse_decode(
     query, source, factors, sums = q, k, None, None
     if data is not None:
         source = data if device.fp8 else bytes_view(data)
-        query = scratch(rows, 2, GP, block_w, dtype=torch.int8 if INFO[fmt].bits else source.dtype)
+        halves = fmt == "fp8" and engine == "words"
+        dtype = torch.float16 if halves else torch.int8 if INFO[fmt].bits else source.dtype
+        query = scratch(rows, 2, GP, block_w, dtype=dtype)
         factors, sums = scratch(rows, GP), scratch(rows, GP, dtype=torch.int32)
 
     strides = strides_of(q, k, v, m, bounds)
     with on_device(q):
         if data is not None:
             query_kernel[(rows, 1 if slots is None else 2)](
-                q, k, dims, centre, spread, slots, bytes_view(data), meta, bytes_view(query), factors, sums,
+                q, k, dims, centre, spread, slots, bytes_view(data), meta, bytes_view(query), factors, sums, bins,
                 *strides[:7], 0 if slots is None or slots.dim() == 1 else slots.stride(0),
                 L, 0 if slots is None else slots.shape[-1], scale,
                 HKV=Hkv, G=G, GP=GP, COLUMNS=data.shape[3], META=meta.shape[3], **pack_sizes(dims.shape[1], fmt),
-                HAS_SLOTS=slots is not None, BLOCK_W=block_w, PDL=c.pdl, num_warps=2,
+                HAS_SLOTS=slots is not None, BLOCK_W=block_w, HALVES=halves, BINS=128, num_warps=2,
             )  # fmt: skip
         for step in ("stats", "keys-by-stats") if reduction == "softmax_sum" else ("keys",):
-            pdl = c.pdl and data is not None
             tip_kernel[(c.chunks, rows)](
                 query, factors, sums, source, meta, norm, m.tensor, bounds, hint,
                 keys, bins, window, stats,
@@ -146,31 +148,37 @@ def sparse_decode(
                 META=0 if meta is None else meta.shape[3], MASK_KIND=m.kind, PER_HEAD=m.per_head,
                 HAS_BOUNDS=bounds is not None, HAS_HINT=hint is not None, HAS_NORM=norm is not None,
                 SOFTCAP=softcap != 0.0, MAX=reduction == "max", PASS=step, ENGINE=engine, FP8=device.fp8,
-                BLOCK_W=block_w, BLOCK_T=c.block_t, CHUNKS=c.chunks, PDL=pdl, num_warps=c.tip_warps,
+                BLOCK_W=block_w, BLOCK_T=c.block_t, CHUNKS=c.chunks, HOIST=hoist, num_warps=c.tip_warps,
                 num_stages=1 if engine == "all" else 3,
-                **({"launch_pdl": True} if pdl else {}),
             )  # fmt: skip
         sizes = attend_sizes(q, k, v)
         fac_kernel[(splits, rows)](
             q, k, v, m.tensor, bounds, hint, keys, bins, window, kept, kept_count, out, part, sinks,
             *strides, L, n_fac, scale, softcap, room, **sizes,
             MASK_KIND=m.kind, PER_HEAD=m.per_head, HAS_BOUNDS=bounds is not None, HAS_HINT=hint is not None,
-            HAS_SINKS=sinks is not None, SOFTCAP=softcap != 0.0, CHUNKS=c.chunks, SPLITS=splits, BLOCK_K=c.block_k,
-            BLOCK_N=c.block_n, PDL=c.pdl, num_warps=c.fac_warps, num_stages=c.fac_stages,
-            **({"launch_pdl": True} if c.pdl else {}),
+            HAS_SINKS=sinks is not None, SOFTCAP=softcap != 0.0, SPLITS=splits, BLOCK_K=c.block_k,
+            BLOCK_N=c.block_n, num_warps=c.fac_warps, num_stages=c.fac_stages,
         )  # fmt: skip
         if splits > 1:
-            merge(part, sinks, out, splits, sizes, c.pdl)
+            merge(part, sinks, out, splits, sizes)
     return out
 
 
-def _engine(data: Tensor | None, fmt: str, G: int, D: int, reduction: str, device: Device) -> tuple[str, int, int]:
-    """How TIP multiplies, over how many (padded) heads and dims: dp4a on words of four int8, tensor cores, or K itself."""
+def _engine(
+    data: Tensor | None, fmt: str, G: int, D: int, reduction: str, device: Device
+) -> tuple[str, int, int, bool]:
+    """How TIP multiplies, over how many (padded) heads and dims, and whether a program keeps the queries in registers.
+
+    Words of four dims in each thread waste nothing on padded heads, which is what bounds the tensor cores' way with the few
+    heads of a group; that one remains for wide formats and large groups.
+    """
     if data is None:
-        return "all", max(16, power_of_2(G)), min(64, max(16, power_of_2(D)))
+        return "all", max(16, power_of_2(G)), min(64, max(16, power_of_2(D))), False
     columns = data.shape[3]
-    if INFO[fmt].bits and columns % 4 == 0 and device.native and reduction != "softmax_sum":
-        return "words", power_of_2(G), max(4, power_of_2(columns))
+    narrow = INFO[fmt].bits > 0 or (fmt == "fp8" and device.fp8)
+    if narrow and columns % 4 == 0 and device.native and reduction != "softmax_sum" and G <= 8:
+        width = max(4, power_of_2(columns))
+        return "words", power_of_2(G), width, G * width * (1 if fmt == "int8" else 2) <= 320
     # 16 heads: the least that Hopper's e4m3 dot takes. (Others would do with 8, padding less.)
     heads = max(16 if fmt == "fp8" else 8, power_of_2(G))
-    return "dot", heads, max(32 if data.element_size() == 1 else 16, power_of_2(columns))
+    return "dot", heads, max(32 if data.element_size() == 1 else 16, power_of_2(columns)), False
