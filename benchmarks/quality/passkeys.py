@@ -48,9 +48,10 @@ class Haystack:
 
 
 def haystack(tokenizer: Any, filler: Tensor, keys: int, seed: int) -> Haystack:
-    """``filler [n]`` (token ids) with ``keys`` facts spread evenly over it, in an order and with digits drawn from ``seed``.
+    """``[n]`` tokens out of ``filler [n]``, cut short to make room for ``keys`` facts spread evenly over it.
 
-    Raises ``ValueError`` where there are not that many names, or the tokenizer does not give a digit a token of its own.
+    Their order and digits are drawn from ``seed``. Raises ``ValueError`` where there are not that many names or there is no
+    room, or the tokenizer does not give a digit a token of its own.
     """
     if not 1 <= keys <= len(CITIES):
         raise ValueError(f"keys: expected 1 to {len(CITIES)}, got {keys}")
@@ -61,11 +62,16 @@ def haystack(tokenizer: Any, filler: Tensor, keys: int, seed: int) -> Haystack:
     def encode(text: str) -> Tensor:
         return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
 
-    pieces: list[Tensor] = []
-    parts = filler.tensor_split(keys + 1)
-    for part, name, value in zip(parts[:-1], names, values, strict=True):
-        pieces += [part, encode(f"\n\nThe pass key of {name} is {value}. Remember it.\n\n")]
-    pieces += [parts[-1], encode("\n\nQuestions about the text above.\n\n")]
+    facts = [
+        encode(f"\n\nThe pass key of {name} is {value}. Remember it.\n\n")
+        for name, value in zip(names, values, strict=True)
+    ]
+    facts.append(encode("\n\nQuestions about the text above.\n\n"))
+    room = len(filler) - sum(map(len, facts))
+    if room <= keys:
+        raise ValueError(f"{keys} facts leave no room in {len(filler)} tokens of filler")
+    parts = filler[:room].tensor_split(keys + 1)
+    pieces = [piece for pair in zip(parts, facts, strict=True) for piece in pair]
     questions, answers = [], []
     for i in rng.sample(range(keys), keys):
         whole = encode(f"What is the pass key of {names[i]}? The pass key of {names[i]} is {values[i]}")
@@ -84,7 +90,9 @@ def recall(model: Any, steps: dict[str, Step], hay: Haystack) -> dict[str, list[
     """
     device = next(model.parameters()).device
     longest = max(len(q) + len(a) for q, a in zip(hay.questions, hay.answers, strict=True))
-    filled = prefill(model, hay.text.to(device), hay.text.shape[1] + longest)
+    # Rounded up, so that texts of one length share a cache shape and with it a compiled graph.
+    slots = hay.text.shape[1] + -(-longest // 64) * 64
+    filled = prefill(model, hay.text.to(device), slots)
     out: dict[str, list[float]] = {}
     for name, step in steps.items():
         cache = like(model, filled)

@@ -128,7 +128,9 @@ def test_haystack_hides_each_answer_once() -> None:
     filler = torch.full((500,), ord("x"))
     hay = passkeys.haystack(Letters(), filler, keys=5, seed=3)
     text = Letters().decode(hay.text[0].tolist())
-    assert text.count("x") >= 500 and len(hay.questions) == len(hay.answers) == 5
+    assert len(text) == 500 and len(hay.questions) == len(hay.answers) == 5
+    stretches = [len(part) for part in text.split("\n\n") if part.startswith("xx")]
+    assert len(stretches) == 6 and max(stretches) - min(stretches) <= 1  # evenly spread
     for question, answer in zip(hay.questions, hay.answers, strict=True):
         asked, value = Letters().decode(question.tolist()), Letters().decode(answer.tolist())
         name = asked.split("pass key of ")[1].split("?")[0]
@@ -137,6 +139,8 @@ def test_haystack_hides_each_answer_once() -> None:
         assert asked.endswith(f"The pass key of {name} is ")
     other = passkeys.haystack(Letters(), filler, keys=5, seed=4)
     assert not torch.equal(other.text, hay.text)
+    with pytest.raises(ValueError, match="no room"):
+        passkeys.haystack(Letters(), filler[:200], keys=5, seed=3)
     with pytest.raises(ValueError, match="keys"):
         passkeys.haystack(Letters(), filler, keys=99, seed=0)
 
@@ -147,7 +151,7 @@ def test_recall_counts_digits() -> None:
         vocab_size=128, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, head_dim=16
     )
     model = transformers.LlamaForCausalLM(config).eval()
-    hay = passkeys.haystack(Letters(), torch.full((40,), ord("x")), keys=2, seed=0)
+    hay = passkeys.haystack(Letters(), torch.full((200,), ord("x")), keys=2, seed=0)
     script = [
         token for q, a in zip(hay.questions, hay.answers, strict=True) for token in [*[0] * (len(q) - 1), *a.tolist()]
     ]
