@@ -21,7 +21,7 @@ from torch import fx
 from fasa_compile.capture import Shadow
 from fasa_compile.patterns import attention, cache, graph, layout, movement, rope
 from fasa_compile.patterns.attention import Found, Refused
-from fasa_compile.patterns.forms import Forms
+from fasa_compile.patterns.forms import Forms, Split
 from fasa_compile.patterns.graph import Unreadable
 from fasa_compile.patterns.movement import Points
 from fasa_compile.patterns.rope import NotProven, Turn
@@ -73,20 +73,13 @@ class _Reader:
         trace: list[str] = []
         try:
             found = anchor(node, self.tables)
-            if found is None:
-                return None
-        except (Refused, Unreadable) as error:
-            return self._refuse(node, name, index, getattr(error, "reason", "unknown-attention"), str(error), trace)
-        try:
-            return self._read(found, index, trace)
+            return self._read(found, index, trace) if found is not None else None
         except (Refused, NotProven) as error:
-            return self._refuse(found.output, name, index, error.reason, str(error), trace)
+            return self._refuse(node, name, index, error.reason, str(error), trace)
         except Unreadable as error:
-            return self._refuse(found.output, name, index, "failed", str(error), trace)
-        except (
-            Exception
-        ) as error:  # one attention that breaks the reader must not take the others with it: it is reported
-            return self._refuse(found.output, name, index, "failed", f"{type(error).__name__}: {error}", trace)
+            return self._refuse(node, name, index, "failed", str(error), trace)
+        except Exception as error:  # one attention that breaks a reader must not take the others with it: it is reported
+            return self._refuse(node, name, index, "failed", f"{type(error).__name__}: {error}", trace)
 
     def _refuse(self, node: fx.Node, name: str, index: int, reason: str, detail: str, trace: list[str]) -> NoMatch:
         layer, source = self._place(self.shadow.origin.get(node, ""))
@@ -308,12 +301,12 @@ class _Reader:
         rows = keys.write.rows if keys.write is not None else np.arange(keys.size[2])
         if len(rows) != t:
             raise Refused("incomplete-pattern", f"{t} queries, {len(rows)} new keys")
-        forms = Forms(self.tables)
+        forms = Forms(self.tables, writes=_splits(keys))
         try:
             here = self._turns(forms, found, keys, t - 1, int(rows[-1]), trace)
         except NotProven:
             # Sums ahead of the rotation (adapters, convolutions beside a mean) are no part of it: read again without them.
-            forms = Forms(self.tables, through_sums=False)
+            forms = Forms(self.tables, through_sums=False, writes=_splits(keys))
             here = self._turns(forms, found, keys, t - 1, int(rows[-1]), trace)
         tol = rope.tolerance(forms.precision)
         self._moves(found, keys, forms, here, rows, t, tol)
@@ -364,8 +357,9 @@ class _Reader:
                 continue
             tables = Tables(self.shadow, self.marks, {leaf: value + shift for leaf, value in some.items()})
             try:
-                row = int(self._rows(keys, tables, rows)[-1])
-                there = self._turns(Forms(tables, forms.through_sums), found, keys, t - 1, row)
+                moved = self._moved(keys, tables)
+                row = int(moved.write.rows[-1]) if moved.write is not None else int(rows[-1])
+                there = self._turns(Forms(tables, forms.through_sums, _splits(moved)), found, keys, t - 1, row)
             except (Unreadable, ValueError, IndexError):
                 continue  # an index out of its table, sizes that no longer fit
             moved_any = True
@@ -375,12 +369,11 @@ class _Reader:
         if moved_any or np.abs(here.angles).max() <= 4 * tol:
             raise NotProven("rope-not-proven", "the rotation is the same at every position that was tried")
 
-    def _rows(self, keys: _Keys, tables: Tables, rows: np.ndarray) -> np.ndarray:
-        """The rows of L that are written where the graph's inputs have other values."""
+    def _moved(self, keys: _Keys, tables: Tables) -> _Keys:
+        """The cache write where the graph's inputs have other values."""
         while keys.part is not None:
             keys = keys.part
-        there = self._join(keys.chain, keys.canonical, keys.size, keys.group, keys.symbolic, tables)
-        return there.write.rows if there.write is not None else rows
+        return self._join(keys.chain, keys.canonical, keys.size, keys.group, keys.symbolic, tables)
 
     def _positions(self, forms: Forms) -> dict[fx.Node, Any]:
         """Integer inputs that the rotation's tables were computed from, with their example values."""
@@ -398,6 +391,17 @@ class _Reader:
             else:
                 todo.extend(node.all_input_nodes)
         return leaves
+
+
+def _splits(keys: _Keys) -> dict[fx.Node, Split]:
+    """How the cache write splits points into old and new ones, where only its reader knows the operator."""
+    while keys.part is not None:
+        keys = keys.part
+    write, where = keys.write, keys.where
+    if write is None or where is None or write.new is None:
+        return {}
+    rows, new = write.rows + where.offset, write.new
+    return {keys.chain.end: lambda points: movement.rows_written(points, where.dim, rows, new, write.old)}
 
 
 def _twins(gm: fx.GraphModule) -> dict[fx.Node, tuple[fx.Node, ...]]:

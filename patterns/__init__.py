@@ -15,7 +15,7 @@ A spelling that is missing can be registered from outside, without a change to t
     @patterns.register("cache", "my-write", "mylib.write_rows")
     def write(node, where, evaluate):
         buffer, rows, new = node.args
-        return patterns.Write("my-write", buffer, evaluate(rows).numpy(), patterns.Expr(rows))
+        return patterns.Write("my-write", buffer, evaluate(rows).numpy(), patterns.Expr(rows), new)
 """
 
 from __future__ import annotations

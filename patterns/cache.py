@@ -23,12 +23,17 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Write:
-    """A node that joins old keys with new ones along L."""
+    """A node that joins old keys with new ones along L.
+
+    ``new`` is needed where the operator is not one of ATen's: the operand that holds the new keys, with the dims of the result
+    and T in place of L.
+    """
 
     name: str
     old: fx.Node
     rows: np.ndarray  # the canonical rows of L that hold the new tokens, in order of the tokens: [T]
     slots: Expr | None  # the same as a tensor of the graph
+    new: fx.Node | None = None
 
 
 @dataclass(frozen=True)

@@ -71,15 +71,19 @@ def _constant(values: np.ndarray) -> Form:
     return Form(values[:, None], zeros, zeros)
 
 
+Split = Callable[[Points], list[movement.Part]]
+
+
 class Forms:
     """Reads linear forms off one shadow graph.
 
     With ``through_sums`` false, a sum of tensors that come from different places (an adapter's output and the projection it
-    corrects) is an atom of its own; a rotation sums dims of one tensor.
+    corrects) is an atom of its own; a rotation sums dims of one tensor. ``writes`` are cache writes by operators that only their
+    registered readers know.
     """
 
-    def __init__(self, tables: Tables, through_sums: bool = True) -> None:
-        self.tables, self.through_sums = tables, through_sums
+    def __init__(self, tables: Tables, through_sums: bool = True, writes: dict[fx.Node, Split] | None = None) -> None:
+        self.tables, self.through_sums, self.writes = tables, through_sums, writes or {}
         self.numbers = {n: i + 1 for i, n in enumerate(tables.shadow.gm.graph.nodes)}
         self.nodes = {i: n for n, i in self.numbers.items()}
         self.seen: dict[fx.Node, None] = {}  # data nodes looked through, in order
@@ -95,7 +99,10 @@ class Forms:
         """The given elements of a node. Raises ``Unreadable`` where a table cannot be computed."""
         if not self.tables.marks.is_data(node):
             return self._table(node, points)
-        parts = movement.partition(node, points, self.tables.value)
+        if (split := self.writes.get(node)) is not None:
+            parts = split(points)
+        else:
+            parts = movement.partition(node, points, self.tables.value)
         if parts is not None:
             self.seen[node] = None
             return self._assemble(parts, len(points[0]))

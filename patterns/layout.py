@@ -7,6 +7,7 @@ unless a fused dim has to be split.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ aten = torch.ops.aten
 Steps = tuple[tuple[Any, tuple[Any, ...]], ...]
 
 
+@functools.lru_cache(maxsize=64)
 def sample(size: Size) -> Points:
     """Points of a canonical [B, H, L, D] that show a layout: each axis alone, then all of them at random."""
     rng = np.random.default_rng(0)

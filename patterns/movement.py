@@ -316,9 +316,13 @@ def _index_copy(node: fx.Node, points: Points, evaluate: Evaluate) -> list[Part]
     base, dim, index, src = node.args[:4]
     rows = evaluate(index).reshape(-1).numpy()  # type: ignore[arg-type]
     dim = _axis(graph.number(dim), len(points))
-    inside, at = _lookup(points[dim], rows % graph.shape(node)[dim])
-    moved = tuple(at if i == dim else p for i, p in enumerate(points))
-    return _two(inside, src, moved, base, points)  # type: ignore[arg-type]
+    return rows_written(points, dim, rows % graph.shape(node)[dim], src, base)  # type: ignore[arg-type]
+
+
+def rows_written(points: Points, dim: int, rows: np.ndarray, new: fx.Node, old: fx.Node) -> list[Part]:
+    """Points of a write of ``new`` to the given rows of ``old`` along ``dim``."""
+    inside, at = _lookup(points[dim], rows)
+    return _two(inside, new, tuple(at if i == dim else p for i, p in enumerate(points)), old, points)
 
 
 def _lookup(wanted: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
