@@ -13,11 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from fasa_compile.capture import Shadow, capture
+from fasa_compile.capture import Shadow, capture, has_module, root_module
 from fasa_compile.counters import count, decline
-from fasa_compile.errors import FasaError, FasaWarning, NoSitesError
+from fasa_compile.errors import FasaError, FasaWarning, NoSitesError, ProfileError
+from fasa_compile.fingerprint import same_weights, weights_fingerprint
 from fasa_compile.match import match
-from fasa_compile.plan import Decision, Plan, Policy, demote, hint, plan
+from fasa_compile.plan import Decision, Plan, Policy, demote, is_one, plan
 from fasa_compile.profiles.files import load_profile
 from fasa_compile.profiles.schema import FCProfile
 from fasa_compile.report import GraphRecord, Report, why
@@ -82,17 +83,31 @@ def _only_prefill(nodes: Sequence[fx.Node]) -> bool:
     return True
 
 
+def _decodes(nodes: Sequence[fx.Node]) -> bool:
+    """Whether some attention scores more keys than one with a single query, read off the shapes that Dynamo recorded."""
+    for node in nodes:
+        tensors = [x for x in map(_example, node.args[:2]) if isinstance(x, torch.Tensor) and x.dim() >= 3]
+        if "scaled_dot_product" in str(node.target):
+            if len(tensors) == 2 and is_one(tensors[0].shape[-2]) and not is_one(tensors[1].shape[-2]):
+                return True
+        elif tensors and is_one(tensors[0].shape[-2]) and not is_one(tensors[0].shape[-1]):
+            return True
+    return False
+
+
 class FasaBackend:
     """A ``torch.compile`` backend made by ``fasa_backend``; callable, and its own copy when copied.
 
     transformers deep-copies the backend it is given; a copy that counted and reported on its own would hide what happened.
     """
 
-    def __init__(self, policy: Policy, inner: Inner, strict: bool) -> None:
+    def __init__(self, policy: Policy, inner: Inner, strict: bool, check_weights: bool) -> None:
         self.__name__ = "fasa"
         self.policy = policy
         self.inner = inner
         self.strict = strict
+        self.check_weights = check_weights
+        self._checked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.graphs: list[GraphRecord] = []
         self._warned: set[str] = set()
         _live.add(self)
@@ -136,7 +151,7 @@ class FasaBackend:
             except Exception as problem:
                 planned = self._give_up(planned, "rewrite-failed", problem)
                 rewritten = None
-        self._note(planned)
+        self._note(planned, decode=planned.decode or _decodes(nodes))
         if rewritten is not None and compiled is not None:
             return Runtime(compiled, rewritten.extra)
         return counted(inner(gm, example_inputs), "dense_steps")
@@ -147,15 +162,36 @@ class FasaBackend:
             sites = match(shadow)
         except Exception as problem:
             return None, self._untraced(gm, problem)
+        self._check_model([s for s in sites if isinstance(s, AttentionSite)])
         return shadow, plan(sites, self.policy, grad=_records_gradients(example_inputs))
+
+    def _check_model(self, sites: Sequence[AttentionSite]) -> None:
+        """Raise ``ProfileError`` where the model as a whole is not the one that the profile was made for. Once per model."""
+        profile = self.policy.profile
+        if profile == "all" or not any(profile.by_layer(site.layer) for site in sites):
+            return
+        root = root_module([site.layer for site in sites])
+        if root is None or root in self._checked:
+            return
+        missing = [p.layer for p in profile.layers if not has_module(root, p.layer)]
+        if missing:
+            raise ProfileError(
+                f"the profile has {len(profile.layers)} layers, and {len(missing)} of them are not in {type(root).__name__}, "
+                f"{missing[0]!r} first: it belongs to another model; calibrate one for this model"
+            )
+        found = weights_fingerprint(root)
+        if self.check_weights and not same_weights(profile.model.weights_hash, found):
+            raise ProfileError(
+                f"the profile was made for other weights: its fingerprint is {profile.model.weights_hash} "
+                f"({profile.model.architecture}), that of this {type(root).__name__} is {found}. Calibrate one for these weights, "
+                "or pass check_weights=False to use it on purpose (fine-tuned, adapted or quantised weights)"
+            )
+        self._checked.add(root)
 
     def _untraced(self, gm: fx.GraphModule, problem: Exception) -> Plan:
         self._fall_back("a graph could not be read; it runs as it was", problem)
         detail = f"{type(problem).__name__}: {problem}"
-        found = [
-            NoMatch(i, "", "", str(node.target), "failed", detail)
-            for i, node in enumerate(n for n in _attention_nodes(gm))
-        ]
+        found = [NoMatch(i, "", "", str(node.target), "failed", detail) for i, node in enumerate(_attention_nodes(gm))]
         return Plan(tuple(Decision(s, "dense", "capture-failed", detail) for s in found), decode=True)
 
     def _rewrite(self, shadow: Shadow, planned: Plan) -> tuple[Plan, Rewritten | None]:
@@ -181,17 +217,17 @@ class FasaBackend:
         log.warning("%s: %s: %s", what, type(problem).__name__, problem, exc_info=problem)
         self._warn(f"{what} ({type(problem).__name__}: {problem}). strict=True raises instead.")
 
-    def _note(self, planned: Plan) -> None:
+    def _note(self, planned: Plan, *, decode: bool) -> None:
         count("sites", len(planned.decisions))
         count("rewritten_sites", len(planned.sparse))
         for decision in planned.decisions:
             if decision.action == "dense":
                 decline(decision.reason)
-        if planned.decode:
+        if decode:
             count("decode_graphs")
-        self._record("decode" if planned.decode else "attention without a cache", planned.decisions)
+        self._record("decode" if decode else "no cached decode", planned.decisions)
         expected = {"profile-dense", "within-budget", "requires-grad", "prefill"}
-        if planned.decode and not planned.sparse and not all(d.reason in expected for d in planned.decisions):
+        if decode and not planned.sparse and not all(d.reason in expected for d in planned.decisions):
             reasons = "; ".join(
                 sorted({f"{d.reason} ({why(d)})" for d in planned.decisions if d.reason not in expected})
             )
@@ -234,13 +270,15 @@ def fasa_backend(
     n_recent: int | None = None,
     inner: Inner = "inductor",
     strict: bool = False,
+    check_weights: bool = True,
 ) -> FasaBackend:
     """A backend for ``torch.compile`` that makes RoPE attention decode sparsely.
 
     ``profile``: an ``FCProfile``, the path or name of one, or ``"all"`` (every frequency chunk dominant: exact scores, no
     calibration and no packed cache; an oracle, not a speed-up). ``n_fac``, ``n_sink``, ``n_recent``: tokens attended per KV
     head and step, of them always the first and the last ones; they override the profile's. ``inner``: the compiler that takes
-    the rewritten graph. ``strict``: raise where the default is to warn and stay dense.
+    the rewritten graph. ``strict``: raise where the default is to warn and stay dense. ``check_weights=False`` accepts a profile
+    made for other weights of the same shapes.
 
     With ``n_fac`` at least the context length the result equals dense attention. Raises ``ProfileError`` for a profile that
     cannot be read, ``BudgetError`` for an impossible budget; and, when a graph is compiled, ``ProfileError`` for a profile
@@ -256,7 +294,7 @@ def fasa_backend(
         raise TypeError(f"inner: expected 'inductor', 'eager' or a callable backend, found {inner!r}")
     policy = Policy(loaded, overrides)
     policy.budget_for(None)  # an impossible budget is an error now, not at the first graph
-    return FasaBackend(policy, inner, strict)
+    return FasaBackend(policy, inner, strict, check_weights)
 
 
 def fasa(
@@ -268,7 +306,9 @@ def fasa(
     """
     given = dict(options or {})
     mine = {
-        name: given.pop(name) for name in ("profile", "n_fac", "n_sink", "n_recent", "inner", "strict") if name in given
+        name: given.pop(name)
+        for name in ("profile", "n_fac", "n_sink", "n_recent", "inner", "strict", "check_weights")
+        if name in given
     }
     if "profile" not in mine:
         raise TypeError('backend="fasa" needs options={"profile": <path or name of a profile, or "all">}')
@@ -290,6 +330,3 @@ def explain(backend: FasaBackend | None = None) -> Report:
     if backend is not None:
         return backend.explain()
     return Report([g for live in _live for g in live.graphs])
-
-
-__all__ = ["AttentionSite", "FasaBackend", "explain", "fasa", "fasa_backend", "hint"]

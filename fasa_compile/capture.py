@@ -37,6 +37,7 @@ class Shadow:
     gm: fx.GraphModule
     dynamo: fx.GraphModule
     example_inputs: tuple[Any, ...]
+    fake_mode: FakeTensorMode
     inputs: tuple[fx.Node, ...]
     final: tuple[fx.Node, ...]
     order: dict[str, int]
@@ -85,6 +86,33 @@ def fake_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Fake
         else:
             fakes.append(example)
     return mode, fakes
+
+
+def root_module(paths: Sequence[str]) -> torch.nn.Module | None:
+    """The module that Dynamo is compiling, if the frame at hand holds one with submodules at all these paths, else None.
+
+    A frame resumed after a graph break may hold no such module; then nothing can be said about the model as a whole.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        scope = InstructionTranslator.current_tx().output.local_scope.values()
+    except AttributeError:  # called by something other than Dynamo
+        return None
+    flat = [x for value in scope for x in (value if isinstance(value, tuple) else (value,))]
+    for module in flat:
+        if isinstance(module, torch.nn.Module) and paths and all(has_module(module, path) for path in paths):
+            return module
+    return None
+
+
+def has_module(module: torch.nn.Module, path: str) -> bool:
+    """Whether ``module`` has a submodule at ``path``; a "#2" for the second run of a module is ignored."""
+    try:
+        module.get_submodule(path.split("#")[0])
+    except AttributeError:
+        return False
+    return True
 
 
 def _plain(value: FunctionalTensor) -> torch.Tensor:
@@ -196,6 +224,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Shadow:
         gm=shadow,
         dynamo=gm,
         example_inputs=tuple(example_inputs),
+        fake_mode=mode,
         inputs=tuple(placeholders),
         final=tuple(finals),
         order=recorder.order,

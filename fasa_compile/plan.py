@@ -18,6 +18,8 @@ WHY_DENSE: dict[str, str] = {
     "prefill": "more than one query per sequence: prefill and verification steps stay dense",
     "no-cache": "no cached keys: there is nothing to select from",
     "within-budget": "the cache holds no more tokens than the budget, so dense attention reads as little",
+    "unknown-layer": "the graph starts inside the model (a graph break, or a part compiled on its own), so it may serve several "
+    "layers and none of the profile's entries can be picked for it",
     "profile-dense": "the profile says that this layer stays dense",
     "requires-grad": "gradients are being recorded",
     "dtype": "queries, keys and values are not all float32, float16 or bfloat16 on one device",
@@ -54,7 +56,7 @@ class Plan:
     """Decisions for one graph, in the order of its attention nodes."""
 
     decisions: tuple[Decision, ...]
-    decode: bool  # whether some attention of the graph has one query per sequence and cached keys
+    decode: bool  # whether some attention of the graph has one query per sequence and more keys than that
 
     @property
     def sparse(self) -> tuple[Decision, ...]:
@@ -118,6 +120,19 @@ def _read_bytes(site: AttentionSite, itemsize: int, budget: Budget, fc_bytes: in
     return B * Hkv * L * row, B * Hkv * (L * fc_bytes + min(budget.n_fac, L) * row)
 
 
+def _is_part_of(layer: str, profile: FCProfile) -> bool:
+    """Whether a module path is the tail of one in the profile: Dynamo numbers modules from the frame that it compiles."""
+    return not layer or any(p.layer.endswith(f".{layer}") for p in profile.layers)
+
+
+def _not_in_profile(site: AttentionSite, profile: FCProfile) -> ProfileError:
+    known = ", ".join(p.layer for p in profile.layers[:3])
+    return ProfileError(
+        f"attention layer {site.layer!r} ({site.source}) is not in the profile, which has {len(profile.layers)} layers "
+        f"({known}, ...): the profile belongs to another model; calibrate one for this model"
+    )
+
+
 def _decide(site: AttentionSite | NoMatch, policy: Policy, *, grad: bool) -> Decision:
     if isinstance(site, NoMatch):
         return Decision(site, "dense", site.reason, site.detail)
@@ -138,12 +153,10 @@ def _decide(site: AttentionSite | NoMatch, policy: Policy, *, grad: bool) -> Dec
         fmt, reduction, fc_bytes = "fp32", "softmax_sum", hint(D) * itemsize
     else:
         layer = policy.profile.by_layer(site.layer)
+        if layer is None and _is_part_of(site.layer, policy.profile):
+            return Decision(site, "dense", "unknown-layer", f"found {site.layer or 'no module path'!r}")
         if layer is None:
-            known = ", ".join(p.layer for p in policy.profile.layers[:3])
-            raise ProfileError(
-                f"attention layer {site.layer!r} ({site.source}) is not in the profile, which has {len(policy.profile.layers)} "
-                f"layers ({known}, ...): the profile belongs to another model; calibrate one for this model"
-            )
+            raise _not_in_profile(site, policy.profile)
         check_layer(layer, site.layer, Hq, Hkv, D, site.rope)
         fmt, reduction = policy.profile.fc_format, policy.profile.reduction
         fc_bytes = bytes_per_token(2 * layer.n_tip, fmt)

@@ -172,8 +172,7 @@ def _erase_dead(node: fx.Node) -> None:
 
 
 def _fake(shadow: Shadow, shape: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    mode = shadow.inputs[0].meta["val"].fake_mode
-    with mode:
+    with shadow.fake_mode:
         return torch.empty(shape, dtype=dtype, device=device)
 
 
