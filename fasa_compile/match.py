@@ -78,7 +78,9 @@ class _Reader:
             return self._refuse(node, name, index, error.reason, str(error), trace)
         except Unreadable as error:
             return self._refuse(node, name, index, "failed", str(error), trace)
-        except Exception as error:  # one attention that breaks a reader must not take the others with it: it is reported
+        except (
+            Exception
+        ) as error:  # one attention that breaks a reader must not take the others with it: it is reported
             return self._refuse(node, name, index, "failed", f"{type(error).__name__}: {error}", trace)
 
     def _refuse(self, node: fx.Node, name: str, index: int, reason: str, detail: str, trace: list[str]) -> NoMatch:

@@ -9,12 +9,12 @@ A spelling that is missing can be registered from outside, without a change to t
 
     @patterns.register("attention", "my-attention", "mylib.attention")
     def read(node, tables):
-        q, k, v = node.args[:3]
+        q, k, v = graph.args(node)[:3]
         return patterns.Found("my-attention", node, patterns.Expr(q), patterns.Expr(k), patterns.Expr(v), scale=1.0)
 
     @patterns.register("cache", "my-write", "mylib.write_rows")
     def write(node, where, evaluate):
-        buffer, rows, new = node.args
+        buffer, rows, new = graph.args(node)
         return patterns.Write("my-write", buffer, evaluate(rows).numpy(), patterns.Expr(rows), new)
 """
 
@@ -63,4 +63,7 @@ def register(kind: Kind, name: str, *operators: str) -> Callable[[Any], Any]:
 
 def unregister(kind: Kind, name: str) -> None:
     """Take back a registration: an attention by its name, a cache write by its operator. Raises KeyError where there is none."""
-    del {"attention": attention.ANCHORS, "cache": cache.WRITES}[kind][name]
+    if kind == "attention":
+        del attention.ANCHORS[name]
+    else:
+        del cache.WRITES[name]

@@ -19,6 +19,7 @@ from fasa_compile.patterns.tables import Tables
 from fasa_compile.sites import Expr
 
 aten = torch.ops.aten
+MaskKind = Literal["none", "bool", "additive"]
 
 
 class Refused(Exception):
@@ -45,7 +46,7 @@ class Found:
     v: Expr
     scale: float
     mask: Expr | None = None
-    mask_kind: Literal["none", "bool", "additive"] = "none"
+    mask_kind: MaskKind = "none"
     is_causal: bool = False
     softcap: float = 0.0
     sinks: Expr | None = None
@@ -76,15 +77,15 @@ def heads_of(expr: Expr, size: tuple[int, ...], heads: int) -> Expr:
 @register("sdpa", "scaled_dot_product_attention")
 def _sdpa(node: fx.Node, tables: Tables) -> Found | None:
     """``F.scaled_dot_product_attention(q, k, v, mask, ...)`` on [B, H, T, D]: one head of k may serve all (broadcasting)."""
-    q, k, v = node.args[:3]
+    q, k, v = graph.args(node)[:3]
     if not all(graph.is_tensor(x) for x in (q, k, v)):
         return None
-    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+    mask = graph.args(node)[3] if len(graph.args(node)) > 3 else node.kwargs.get("attn_mask")
     dropout = graph.argument(node, 4, "dropout_p", 0.0)
     is_causal = bool(graph.argument(node, 5, "is_causal", False))
-    scale = node.args[6] if len(node.args) > 6 else node.kwargs.get("scale")
+    scale: Any = graph.args(node)[6] if len(graph.args(node)) > 6 else node.kwargs.get("scale")
     grouped = bool(graph.argument(node, 7, "enable_gqa", False))
-    qs, ks, vs = (graph.shape(x) for x in (q, k, v))  # type: ignore[arg-type]
+    qs, ks, vs = (graph.shape(x) for x in (q, k, v))
     if not len(qs) == len(ks) == len(vs) == 4:
         raise Refused("unknown-attention", f"expected q, k, v of 4 dims, found {len(qs)}, {len(ks)}, {len(vs)}")
     if qs[0] != ks[0] or ks[0] != vs[0]:
@@ -94,7 +95,7 @@ def _sdpa(node: fx.Node, tables: Tables) -> Found | None:
     if is_causal and qs[2] == 1 and ks[2] > 1:
         raise Refused("causal-single-query", f"1 query, {ks[2]} keys")
     if scale is None:
-        if not isinstance(graph.tensor(q).shape[-1], int):  # type: ignore[arg-type]
+        if not isinstance(graph.tensor(q).shape[-1], int):
             raise Refused("unsupported-value", "the default scale of a head whose size is a symbol")
         scale = 1.0 / math.sqrt(qs[-1])
     if isinstance(scale, fx.Node):
@@ -102,7 +103,7 @@ def _sdpa(node: fx.Node, tables: Tables) -> Found | None:
     repeat = qs[1] // ks[1] if grouped and ks[1] else 1
     if grouped and (ks[1] != vs[1] or repeat * ks[1] != qs[1]):
         raise Refused("heads", f"enable_gqa with {qs[1]} query heads, {ks[1]} key heads, {vs[1]} value heads")
-    key, value = Expr(k), Expr(v)  # type: ignore[arg-type]
+    key, value = Expr(k), Expr(v)
     if not grouped:
         key, value = heads_of(key, ks, qs[1]), heads_of(value, vs, qs[1])
         if (ks[1] not in (1, qs[1])) or (vs[1] not in (1, qs[1])) or qs[1] == 1 != ks[1]:
@@ -111,7 +112,7 @@ def _sdpa(node: fx.Node, tables: Tables) -> Found | None:
     return Found(
         anchor="sdpa",
         output=node,
-        q=Expr(q),  # type: ignore[arg-type]
+        q=Expr(q),
         k=key,
         v=value,
         scale=float(scale),
@@ -122,9 +123,7 @@ def _sdpa(node: fx.Node, tables: Tables) -> Found | None:
     )
 
 
-def mask_of(
-    mask: Any, q: tuple[int, ...], k: tuple[int, ...]
-) -> tuple[Expr | None, Literal["none", "bool", "additive"]]:
+def mask_of(mask: Any, q: tuple[int, ...], k: tuple[int, ...]) -> tuple[Expr | None, MaskKind]:
     """A mask argument as an ``Expr`` that broadcasts to [B, Hq, T, L], and its kind by dtype."""
     if mask is None:
         return None, "none"

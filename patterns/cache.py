@@ -79,28 +79,28 @@ def _slots(index: fx.Node, places: np.ndarray, at: Where) -> Expr | None:
 @register("index_copy")
 def _index_copy(node: fx.Node, at: Where, evaluate: Evaluate) -> Write | None:
     """``cache.index_copy_(2, cache_position, k)``: HF static cache."""
-    old, dim, index = node.args[:3]
+    old, dim, index = graph.args(node)[:3]
     if graph.number(dim) % len(graph.shape(node)) != at.dim:
         return None
-    places = evaluate(index).reshape(-1).numpy()  # type: ignore[arg-type]
-    return Write("index_copy", old, _rows(node, places, at), _slots(index, places, at))  # type: ignore[arg-type]
+    places = evaluate(index).reshape(-1).numpy()
+    return Write("index_copy", old, _rows(node, places, at), _slots(index, places, at))
 
 
 @register("index_put")
 def _index_put(node: fx.Node, at: Where, evaluate: Evaluate) -> Write | None:
     """``cache[:, :, input_pos] = k`` (gpt-fast) and ``cache[batch, :, pos] = k`` with a row of slots per sequence."""
-    old, indices = node.args[:2]
-    if graph.argument(node, 3, "accumulate", False) or at.dim >= len(indices) or indices[at.dim] is None:  # type: ignore
+    old, indices = graph.args(node)[:2]
+    if graph.argument(node, 3, "accumulate", False) or at.dim >= len(indices) or indices[at.dim] is None:
         return None
-    used = [i for i, x in enumerate(indices) if x is not None]  # type: ignore[arg-type]
-    index: fx.Node = indices[at.dim]  # type: ignore[index, assignment]
+    used = [i for i, x in enumerate(indices) if x is not None]
+    index: fx.Node = indices[at.dim]
     places = evaluate(index).numpy()
     rows = _rows(node, places, at)
     if used == [at.dim]:
-        return Write("index_put", old, rows.reshape(-1), _slots(index, places, at))  # type: ignore[arg-type]
+        return Write("index_put", old, rows.reshape(-1), _slots(index, places, at))
     if at.batch_dim is None or sorted(used) != sorted([at.dim, at.batch_dim]):
         return None
-    batch = evaluate(indices[at.batch_dim]).numpy()  # type: ignore[index]
+    batch = evaluate(indices[at.batch_dim]).numpy()
     batch, rows = np.broadcast_arrays(batch, rows)
     if rows.ndim == 1:
         batch, rows = batch[:, None], rows[:, None]
@@ -114,7 +114,7 @@ def _index_put(node: fx.Node, at: Where, evaluate: Evaluate) -> Write | None:
             slots = Expr(index)
         elif own == (count,) and rows.shape[1] == 1:
             slots = Expr(index).then(aten.unsqueeze.default, 1)
-    return Write("index_put", old, rows[0], slots)  # type: ignore[arg-type]
+    return Write("index_put", old, rows[0], slots)
 
 
 @register("slice_scatter")
@@ -123,7 +123,7 @@ def _slice_assignment(node: fx.Node, at: Where, evaluate: Evaluate) -> Write | N
     dim, start, stop, step = movement.span(movement.arguments(node)[1:], graph.shape(node))
     if dim != at.dim:
         return None
-    return Write("slice_scatter", node.args[0], np.arange(start, stop, step) - at.offset, None)  # type: ignore[arg-type]
+    return Write("slice_scatter", graph.args(node)[0], np.arange(start, stop, step) - at.offset, None)
 
 
 @register("select_scatter")
@@ -134,34 +134,34 @@ def _select_assignment(node: fx.Node, at: Where, evaluate: Evaluate) -> Write | 
     if dim % len(size) != at.dim:
         return None
     row = index % size[at.dim]
-    return Write("select_scatter", node.args[0], np.array([row - at.offset]), None)  # type: ignore[arg-type]
+    return Write("select_scatter", graph.args(node)[0], np.array([row - at.offset]), None)
 
 
 @register("scatter")
 def _scatter(node: fx.Node, at: Where, evaluate: Evaluate) -> Write | None:
     """``cache.scatter_(2, pos[:, None, :, None].expand_as(k), k)``."""
-    old, dim, index = node.args[:3]
+    old, dim, index = graph.args(node)[:3]
     size = graph.shape(node)
     if graph.number(dim) % len(size) != at.dim or "reduce" in node.kwargs:
         return None
-    places = evaluate(index).numpy()  # type: ignore[arg-type]
+    places = evaluate(index).numpy()
     keep = [d for d in range(len(size)) if d in (at.dim, at.batch_dim)]
     first = places[tuple(slice(None) if d in keep else slice(0, 1) for d in range(len(size)))]
     if (places != first).any():
         return None
-    slots, expr = None, Expr(index)  # type: ignore[arg-type]
+    slots, expr = None, Expr(index)
     if not at.offset and (at.batch_dim is None or at.batch_dim < at.dim):
         for d in reversed(range(len(size))):
             if d not in keep:
                 expr = expr.then(aten.select.int, d, 0)
         slots = expr
-    return Write("scatter", old, first.reshape(-1, places.shape[at.dim])[0] - at.offset, slots)  # type: ignore[arg-type]
+    return Write("scatter", old, first.reshape(-1, places.shape[at.dim])[0] - at.offset, slots)
 
 
 @register("cat", "concat")
 def _cat(node: fx.Node, at: Where, evaluate: Evaluate) -> Write | None:
     """``k = torch.cat([past_k, k], dim=2)``: HF dynamic cache. The new tokens come last."""
-    tensors = [t for t in node.args[0] if graph.shape(t) != (0,)]  # type: ignore[union-attr]
+    tensors = [t for t in graph.args(node)[0] if graph.shape(t) != (0,)]
     dim = graph.argument(node, 1, "dim", 0) % len(graph.shape(node))
     if dim != at.dim or len(tensors) != 2:
         return None
@@ -172,14 +172,14 @@ def _cat(node: fx.Node, at: Where, evaluate: Evaluate) -> Write | None:
 @register("where")
 def _where(node: fx.Node, at: Where, evaluate: Evaluate) -> Write | None:
     """``cache = torch.where(slot == arange(L)[:, None], k, cache)``: one token, chosen by a mask."""
-    if len(node.args) != 3 or not graph.is_tensor(node.args[2]):
+    if len(graph.args(node)) != 3 or not graph.is_tensor(graph.args(node)[2]):
         return None
-    condition, _, old = node.args
-    picked = evaluate(condition).numpy()  # type: ignore[arg-type]
+    condition, _, old = graph.args(node)
+    picked = evaluate(condition).numpy()
     picked = np.broadcast_to(picked, graph.shape(node))
     other = tuple(d for d in range(picked.ndim) if d != at.dim)
     line = picked.any(axis=other)
     rows = np.flatnonzero(line)
     if len(rows) != 1 or not (picked.all(axis=other) == line).all():
         return None
-    return Write("where", old, rows - at.offset, None)  # type: ignore[arg-type]
+    return Write("where", old, rows - at.offset, None)

@@ -90,10 +90,10 @@ def product(node: fx.Node, atoms: Atoms) -> Product | None:
     """Reads a node as a product of two tensors; None where it is none."""
     kind = graph.name(node)
     if kind in ("matmul", "bmm", "mm"):
-        return _matmul(node, node.args[0], node.args[1], atoms)  # type: ignore[arg-type]
+        return _matmul(node, graph.args(node)[0], graph.args(node)[1], atoms)
     if kind == "baddbmm":
-        added, left, right = node.args[:3]
-        plain = _matmul(node, left, right, atoms)  # type: ignore[arg-type]
+        added, left, right = graph.args(node)[:3]
+        plain = _matmul(node, left, right, atoms)
         if plain is None:
             return None
         beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
@@ -129,9 +129,9 @@ def _matmul(node: fx.Node, left: fx.Node, right: fx.Node, atoms: Atoms) -> Produ
 
 
 def _einsum(node: fx.Node, atoms: Atoms) -> Product | None:
-    equation, operands = node.args[:2]
+    equation, operands = graph.args(node)[:2]
     text = str(equation).replace(" ", "")
-    if len(operands) != 2 or "..." in text:  # type: ignore[arg-type]
+    if len(operands) != 2 or "..." in text:
         return None
     sides, _, out = text.partition("->")
     terms = sides.split(",")
@@ -142,16 +142,16 @@ def _einsum(node: fx.Node, atoms: Atoms) -> Product | None:
     letter: dict[str, str] = {}
     dims: list[tuple[Dim, ...]] = []
     sizes: dict[str, int] = {}
-    for term, operand in zip(terms, operands, strict=True):  # type: ignore[arg-type]
-        for c, s in zip(term, graph.shape(operand), strict=True):  # type: ignore[arg-type]
+    for term, operand in zip(terms, operands, strict=True):
+        for c, s in zip(term, graph.shape(operand), strict=True):
             sizes[c] = max(sizes.get(c, 1), s)
     for c, s in sizes.items():
         letter[c] = atoms.new(s)
-    for term, operand in zip(terms, operands, strict=True):  # type: ignore[arg-type]
-        shape = graph.shape(operand)  # type: ignore[arg-type]
+    for term, operand in zip(terms, operands, strict=True):
+        shape = graph.shape(operand)
         dims.append(tuple((letter[c],) if s == sizes[c] else () for c, s in zip(term, shape, strict=True)))
-    left, right = operands  # type: ignore[misc]
-    return Product(node, left, right, dims[0], dims[1], tuple((letter[c],) for c in out))  # type: ignore[arg-type]
+    left, right = operands
+    return Product(node, left, right, dims[0], dims[1], tuple((letter[c],) for c in out))
 
 
 def of_data(node: fx.Node, tables: Tables) -> bool:
@@ -159,11 +159,11 @@ def of_data(node: fx.Node, tables: Tables) -> bool:
     kind = graph.name(node)
     operands: list[object] = []
     if kind in ("matmul", "bmm"):
-        operands = list(node.args[:2])
+        operands = list(graph.args(node)[:2])
     elif kind == "baddbmm":
-        operands = list(node.args[1:3])
+        operands = list(graph.args(node)[1:3])
     elif kind == "einsum":
-        operands = list(node.args[1])  # type: ignore[arg-type]
+        operands = list(graph.args(node)[1])
     return len(operands) == 2 and all(
         isinstance(x, fx.Node) and (tables.marks.is_data(x) or tables.marks.is_input(x)) for x in operands
     )

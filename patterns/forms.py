@@ -100,7 +100,7 @@ class Forms:
         if not self.tables.marks.is_data(node):
             return self._table(node, points)
         if (split := self.writes.get(node)) is not None:
-            parts = split(points)
+            parts: list[movement.Part] | None = split(points)
         else:
             parts = movement.partition(node, points, self.tables.value)
         if parts is not None:
@@ -161,9 +161,9 @@ class Forms:
 
     def operand(self, node: fx.Node, position: int, points: Points) -> Form:
         """An argument of an elementwise call, at the points of its result; a number is a constant."""
-        x = node.args[position]
+        x = graph.args(node)[position]
         if graph.is_tensor(x):
-            return self.of(x, movement.broadcast(points, graph.shape(x)))  # type: ignore[arg-type]
+            return self.of(x, movement.broadcast(points, graph.shape(x)))
         x = graph.number(x)
         if isinstance(x, fx.Node) or not isinstance(x, (int, float, complex)):
             raise Unreadable(f"argument {position} of {node.name} is not a number")
@@ -171,8 +171,8 @@ class Forms:
 
     def _per_token(self, node: fx.Node, position: int) -> bool:
         """Whether an argument has one element where the result has a row of lanes."""
-        x = node.args[position]
-        return graph.is_tensor(x) and graph.shape(x)[-1:] == (1,) != graph.shape(node)[-1:]  # type: ignore[arg-type]
+        x = graph.args(node)[position]
+        return graph.is_tensor(x) and graph.shape(x)[-1:] == (1,) != graph.shape(node)[-1:]
 
     def product(self, node: fx.Node, a: Form, b: Form, invert: bool = False) -> Form | None:
         """a * b (or a / b), for arguments 0 and 1 of ``node``; None where both are data and neither is shared by the lanes."""
@@ -185,7 +185,7 @@ class Forms:
             if invert or (shared := _shared(a, self._per_token(node, 0))) is None:
                 return None
             return Form(b.coefficient, b.atom, np.where(b.atom != _CONSTANT, b.factor + shared, 0))
-        data, by, source = (a, b, node.args[1]) if b.constant else (b, a, node.args[0])
+        data, by, source = (a, b, graph.args(node)[1]) if b.constant else (b, a, graph.args(node)[0])
         if not data.constant and isinstance(source, fx.Node) and self.tables.marks.is_lane_weight(source):
             self.weighted = True
             return data
@@ -286,13 +286,13 @@ def _masked_fill(forms: Forms, node: fx.Node, points: Points) -> Form | None:
 
 
 def _view_as_complex(forms: Forms, node: fx.Node, points: Points) -> Form | None:
-    src: fx.Node = node.args[0]  # type: ignore[assignment]
+    src: fx.Node = graph.args(node)[0]
     zero = np.zeros_like(points[0])
     return forms.of(src, (*points, zero)).plus(forms.of(src, (*points, zero + 1)).times(1j))
 
 
 def _view_as_real(forms: Forms, node: fx.Node, points: Points) -> Form | None:
-    form = forms.of(node.args[0], points[:-1])  # type: ignore[arg-type]
+    form = forms.of(graph.args(node)[0], points[:-1])
     second = points[-1] == 1
     return Form(np.where(second[:, None], form.imag().coefficient, form.real().coefficient), form.atom, form.factor)
 
@@ -316,7 +316,7 @@ def _conj(forms: Forms, node: fx.Node, points: Points) -> Form | None:
 
 def _rms_norm(forms: Forms, node: fx.Node, points: Points) -> Form | None:
     """x * weight / rms(x): the reciprocal norm is shared by the normalised dims, so it is a factor with the token's name."""
-    src: fx.Node = node.args[0]  # type: ignore[assignment]
+    src: fx.Node = graph.args(node)[0]
     dims = len(graph.argument(node, 1, "normalized_shape"))
     weight = graph.argument(node, 2, "weight")
     form = forms.of(src, points)
@@ -335,7 +335,7 @@ def _rms_norm(forms: Forms, node: fx.Node, points: Points) -> Form | None:
 
 def _rotation_matrix(forms: Forms, node: fx.Node, points: Points) -> Form | None:
     """data @ table: one term per row of the matrix. A matrix that depends on no weight is looked into, a projection is not."""
-    a, b = node.args[:2]
+    a, b = graph.args(node)[:2]
     marks = forms.tables.marks
     if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)) or marks.is_data(a) == marks.is_data(b):
         return None

@@ -39,6 +39,11 @@ def tensor(node: fx.Node) -> torch.Tensor:
     return value
 
 
+def args(node: fx.Node) -> tuple[Any, ...]:
+    """The positional arguments of a call, free of fx's union of types."""
+    return node.args
+
+
 def is_tensor(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
@@ -67,8 +72,8 @@ def number(x: Any) -> Any:
 
 def argument(node: fx.Node, position: int, key: str, default: Any = None) -> Any:
     """An argument of a call by position or keyword, numbers made plain."""
-    if position < len(node.args):
-        return number(node.args[position])
+    if position < len(args(node)):
+        return number(args(node)[position])
     return number(node.kwargs.get(key, default))
 
 

@@ -186,8 +186,8 @@ CASTS = frozenset(["_to_copy", "to", "type_as"])
 
 
 def _rounds_to_integers(node: fx.Node) -> bool:
-    src = node.args[0]
-    return graph.tensor(src).dtype.is_floating_point and not graph.tensor(node).dtype.is_floating_point  # type: ignore[arg-type]
+    src = graph.args(node)[0]
+    return graph.tensor(src).dtype.is_floating_point and not graph.tensor(node).dtype.is_floating_point
 
 
 def pull(node: fx.Node, points: Points) -> tuple[fx.Node, Points] | None:
@@ -196,20 +196,20 @@ def pull(node: fx.Node, points: Points) -> tuple[fx.Node, Points] | None:
     if kind == "getitem":
         return _pull_piece(node, points)
     move = PULL.get(kind)
-    if move is None or not node.args or not graph.is_tensor(node.args[0]) or not graph.is_tensor(node):
+    if move is None or not graph.args(node) or not graph.is_tensor(graph.args(node)[0]) or not graph.is_tensor(node):
         return None
     if kind == "dropout" and graph.argument(node, 2, "train", True) and graph.argument(node, 1, "p", 0.5):
         return None
     if kind in CASTS and _rounds_to_integers(node):
         return None
-    src: fx.Node = node.args[0]  # type: ignore[assignment]
+    src: fx.Node = graph.args(node)[0]
     args = arguments(node)
     return src, move(args, graph.shape(src), graph.shape(node), points)
 
 
 def arguments(node: fx.Node) -> list[Any]:
     """A call's arguments after its first tensor, in the order of the schema, keyword arguments put in their place."""
-    out: list[Any] = graph.number(list(node.args[1:]))
+    out: list[Any] = graph.number(list(graph.args(node)[1:]))
     if node.kwargs and isinstance(node.target, torch._ops.OpOverload):
         for position, item in enumerate(node.target._schema.arguments[1:]):
             if position >= len(out) and not item.kwarg_only:
@@ -219,10 +219,10 @@ def arguments(node: fx.Node) -> list[Any]:
 
 def _pull_piece(node: fx.Node, points: Points) -> tuple[fx.Node, Points] | None:
     """One piece of a split, a chunk or an unbind."""
-    whole, piece = node.args
+    whole, piece = graph.args(node)
     if not isinstance(whole, fx.Node) or not isinstance(piece, int):
         return None
-    kind, src = graph.name(whole), whole.args[0] if whole.args else None
+    kind, src = graph.name(whole), graph.args(whole)[0] if graph.args(whole) else None
     if kind not in ("split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsafe_split", "unsafe_chunk"):
         return None
     if not isinstance(src, fx.Node) or not graph.is_tensor(src):
@@ -266,7 +266,7 @@ def partition(node: fx.Node, points: Points, evaluate: Evaluate) -> list[Part] |
 
 
 def _cat(node: fx.Node, points: Points, evaluate: Evaluate) -> list[Part]:
-    tensors = [t for t in node.args[0] if graph.shape(t) != (0,)]  # type: ignore[union-attr]
+    tensors = [t for t in graph.args(node)[0] if graph.shape(t) != (0,)]
     dim = _axis(graph.argument(node, 1, "dim", 0), len(points))
     parts, start = [], 0
     for piece in tensors:
@@ -282,41 +282,41 @@ def _cat(node: fx.Node, points: Points, evaluate: Evaluate) -> list[Part]:
 def _stack(node: fx.Node, points: Points, evaluate: Evaluate) -> list[Part]:
     dim = _axis(graph.argument(node, 1, "dim", 0), len(points))
     parts = []
-    for i, piece in enumerate(node.args[0]):  # type: ignore[arg-type, union-attr]
+    for i, piece in enumerate(graph.args(node)[0]):
         inside = points[dim] == i
         if inside.any():
             at = _take(points, inside)
-            parts.append(Part(inside, piece, at[:dim] + at[dim + 1 :]))  # type: ignore[arg-type]
+            parts.append(Part(inside, piece, at[:dim] + at[dim + 1 :]))
     return parts
 
 
 def _slice_scatter(node: fx.Node, points: Points, evaluate: Evaluate) -> list[Part]:
-    base, src = node.args[:2]
+    base, src = graph.args(node)[:2]
     dim, start, stop, step = span(arguments(node)[1:], graph.shape(node))
     p = points[dim]
     inside = (p >= start) & (p < stop) & ((p - start) % step == 0)
     moved = tuple((q - start) // step if i == dim else q for i, q in enumerate(points))
-    return _two(inside, src, moved, base, points)  # type: ignore[arg-type]
+    return _two(inside, src, moved, base, points)
 
 
 def _select_scatter(node: fx.Node, points: Points, evaluate: Evaluate) -> list[Part]:
-    base, src = node.args[:2]
+    base, src = graph.args(node)[:2]
     _, dim, index = arguments(node)
     dim, size = _axis(dim, len(points)), graph.shape(node)
     inside = points[dim] == (index + size[dim] if index < 0 else index)
-    return _two(inside, src, points[:dim] + points[dim + 1 :], base, points)  # type: ignore[arg-type]
+    return _two(inside, src, points[:dim] + points[dim + 1 :], base, points)
 
 
 def _copy(node: fx.Node, points: Points, evaluate: Evaluate) -> list[Part]:
-    src: fx.Node = node.args[1]  # type: ignore[assignment]
+    src: fx.Node = graph.args(node)[1]
     return [Part(None, src, broadcast(points, graph.shape(src)))]
 
 
 def _index_copy(node: fx.Node, points: Points, evaluate: Evaluate) -> list[Part]:
-    base, dim, index, src = node.args[:4]
-    rows = evaluate(index).reshape(-1).numpy()  # type: ignore[arg-type]
+    base, dim, index, src = graph.args(node)[:4]
+    rows = evaluate(index).reshape(-1).numpy()
     dim = _axis(graph.number(dim), len(points))
-    return rows_written(points, dim, rows % graph.shape(node)[dim], src, base)  # type: ignore[arg-type]
+    return rows_written(points, dim, rows % graph.shape(node)[dim], src, base)
 
 
 def rows_written(points: Points, dim: int, rows: np.ndarray, new: fx.Node, old: fx.Node) -> list[Part]:
@@ -336,12 +336,12 @@ def _lookup(wanted: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarra
 def _index_put(node: fx.Node, points: Points, evaluate: Evaluate) -> list[Part] | None:
     if graph.argument(node, 3, "accumulate", False):
         return None
-    base, indices, src = node.args[:3]
-    read = Indexed.of(graph.shape(node), list(indices), evaluate)  # type: ignore[arg-type]
+    base, indices, src = graph.args(node)[:3]
+    read = Indexed.of(graph.shape(node), list(indices), evaluate)
     if read is None:
         return None
     inside, at = read.find(points)
-    return _two(inside, src, broadcast(at, graph.shape(src)), base, points)  # type: ignore[arg-type]
+    return _two(inside, src, broadcast(at, graph.shape(src)), base, points)
 
 
 @dataclass(frozen=True)
@@ -385,30 +385,30 @@ class Indexed:
 
 
 def _index(node: fx.Node, points: Points, evaluate: Evaluate) -> list[Part] | None:
-    src, indices = node.args[:2]
-    read = Indexed.of(graph.shape(src), list(indices), evaluate)  # type: ignore[arg-type]
-    return None if read is None else [Part(None, src, read.source(points))]  # type: ignore[arg-type]
+    src, indices = graph.args(node)[:2]
+    read = Indexed.of(graph.shape(src), list(indices), evaluate)
+    return None if read is None else [Part(None, src, read.source(points))]
 
 
 def _index_select(node: fx.Node, points: Points, evaluate: Evaluate) -> list[Part]:
-    src, dim, index = node.args[:3]
+    src, dim, index = graph.args(node)[:3]
     dim = _axis(graph.number(dim), len(points))
-    rows = evaluate(index).reshape(-1).numpy()  # type: ignore[arg-type]
-    return [Part(None, src, tuple(rows[p] if i == dim else p for i, p in enumerate(points)))]  # type: ignore[arg-type]
+    rows = evaluate(index).reshape(-1).numpy()
+    return [Part(None, src, tuple(rows[p] if i == dim else p for i, p in enumerate(points)))]
 
 
 def _gather(node: fx.Node, points: Points, evaluate: Evaluate) -> list[Part]:
-    src, dim, index = node.args[:3]
+    src, dim, index = graph.args(node)[:3]
     dim = _axis(graph.number(dim), len(points))
-    rows = evaluate(index).numpy()[points]  # type: ignore[arg-type]
-    return [Part(None, src, tuple(rows if i == dim else p for i, p in enumerate(points)))]  # type: ignore[arg-type]
+    rows = evaluate(index).numpy()[points]
+    return [Part(None, src, tuple(rows if i == dim else p for i, p in enumerate(points)))]
 
 
 def _scatter(node: fx.Node, points: Points, evaluate: Evaluate) -> list[Part] | None:
-    base, dim, index, src = node.args[:4]
+    base, dim, index, src = graph.args(node)[:4]
     if not isinstance(src, fx.Node) or "reduce" in node.kwargs:
         return None
-    dim, rows = _axis(graph.number(dim), len(points)), evaluate(index).numpy()  # type: ignore[arg-type]
+    dim, rows = _axis(graph.number(dim), len(points)), evaluate(index).numpy()
     inside, at = np.zeros(len(points[0]), dtype=bool), np.zeros(len(points[0]), dtype=np.int64)
     within = np.ones(len(points[0]), dtype=bool)
     for i, p in enumerate(points):
@@ -419,25 +419,25 @@ def _scatter(node: fx.Node, points: Points, evaluate: Evaluate) -> list[Part] | 
         hit = within & (rows[line] == points[dim])
         inside |= hit
         at[hit] = t
-    return _two(inside, src, tuple(at if i == dim else p for i, p in enumerate(points)), base, points)  # type: ignore[arg-type]
+    return _two(inside, src, tuple(at if i == dim else p for i, p in enumerate(points)), base, points)
 
 
 def _where(node: fx.Node, points: Points, evaluate: Evaluate) -> list[Part] | None:
-    if len(node.args) != 3 or not all(graph.is_tensor(a) for a in node.args):
+    if len(graph.args(node)) != 3 or not all(graph.is_tensor(a) for a in graph.args(node)):
         return None
-    condition, yes, no = node.args
-    picked = evaluate(condition).numpy()[broadcast(points, graph.shape(condition))]  # type: ignore[arg-type]
+    condition, yes, no = graph.args(node)
+    picked = evaluate(condition).numpy()[broadcast(points, graph.shape(condition))]
     return _two(
         picked.astype(bool),
-        yes,  # type: ignore[arg-type]
-        broadcast(points, graph.shape(yes)),  # type: ignore[arg-type]
-        no,  # type: ignore[arg-type]
-        broadcast(points, graph.shape(no)),  # type: ignore[arg-type]
+        yes,
+        broadcast(points, graph.shape(yes)),
+        no,
+        broadcast(points, graph.shape(no)),
     )
 
 
 def _pad(node: fx.Node, points: Points, evaluate: Evaluate) -> list[Part] | None:
-    src: fx.Node = node.args[0]  # type: ignore[assignment]
+    src: fx.Node = graph.args(node)[0]
     pads = graph.argument(node, 1, "pad")
     value = graph.argument(node, 3 if graph.name(node) == "pad" else 2, "value", 0) or 0
     if graph.name(node) == "pad" and graph.argument(node, 2, "mode", "constant") != "constant":

@@ -51,19 +51,19 @@ def _contracts(node: fx.Node) -> bool:
     """Whether more than one term is summed per element of the result."""
     kind = graph.name(node)
     if kind == "einsum":
-        equation, operands = node.args[:2]
+        equation, operands = graph.args(node)[:2]
         sides = str(equation).replace(" ", "").replace("...", "").split("->")
         terms = sides[0].split(",")
         kept = sides[1] if len(sides) > 1 else "".join(c for c in sides[0] if sides[0].count(c) == 1)
         extent = {
-            c: graph.hint(graph.tensor(op).shape[i - len(t)])  # type: ignore[arg-type]
-            for t, op in zip(terms, operands, strict=True)  # type: ignore[arg-type]
+            c: graph.hint(graph.tensor(op).shape[i - len(t)])
+            for t, op in zip(terms, operands, strict=True)
             for i, c in enumerate(t)
         }
         return any(c not in kept and extent[c] > 1 for t in terms for c in t)
     first = {"addmm": 1, "baddbmm": 1, "addbmm": 1}.get(kind, 0)
     if kind in ("mm", "bmm", "matmul", "linear", "mv", "dot") or first:
-        return graph.hint(graph.tensor(node.args[first]).shape[-1]) > 1  # type: ignore[arg-type]
+        return graph.hint(graph.tensor(graph.args(node)[first]).shape[-1]) > 1
     return True
 
 
@@ -189,7 +189,7 @@ class Tables:
             return owner.detach().cpu() if isinstance(owner, torch.Tensor) else owner
         if node.op != "call_function" or not callable(node.target):
             raise Unreadable(f"{node.name} is not a call")
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: self._known[n])
+        args, kwargs = fx.map_arg((graph.args(node), dict(node.kwargs)), lambda n: self._known[n])
         args, kwargs = _on_cpu(args), _on_cpu(kwargs)
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False

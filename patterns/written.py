@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fasa_compile.patterns import graph, movement
-from fasa_compile.patterns.attention import Found, Refused, register
+from fasa_compile.patterns.attention import Found, MaskKind, Refused, register
 from fasa_compile.patterns.contraction import Atoms, Dim, Product, of_data, product
 from fasa_compile.patterns.tables import DATA, INPUT, Tables
 from fasa_compile.sites import Expr
@@ -36,7 +36,7 @@ def written_out(node: fx.Node, tables: Tables) -> Found | None:
     after = _weights(node, tables)
     if after is None:
         return None
-    before = _scores(node.args[0], tables)  # type: ignore[arg-type]
+    before = _scores(graph.args(node)[0], tables)
     if before is None:
         return None
     atoms = Atoms()
@@ -85,11 +85,13 @@ def _scored(node: fx.Node, tables: Tables) -> fx.Node | None:
     """The operand of an elementwise or moving node that holds the scores."""
     kind = graph.name(node)
     if kind in ("cat", "concat"):
-        return node.args[0][0]  # type: ignore[index, return-value]
+        return graph.args(node)[0][0]
     if kind in _VIEWS | _KEEPS | _TURNS | {"slice", "expand", "tanh", "masked_fill", "neg"}:
-        return node.args[0] if isinstance(node.args[0], fx.Node) else None
+        return graph.args(node)[0] if isinstance(graph.args(node)[0], fx.Node) else None
     if kind in ("add", "sub", "mul", "div", "where", "true_divide"):
-        operands = [x for x in node.args if isinstance(x, fx.Node) and graph.is_tensor(x) and _straight(x, tables)]
+        operands = [
+            x for x in graph.args(node) if isinstance(x, fx.Node) and graph.is_tensor(x) and _straight(x, tables)
+        ]
         return operands[0] if len(operands) == 1 else None
     return None
 
@@ -189,7 +191,7 @@ class _Reading:
 
     def _softmax_atom(self) -> str:
         """The atom of the keys: the softmax's dim of the product. Views before the softmax leave the last dim alone."""
-        rank = len(graph.shape(self.softmax.args[0]))  # type: ignore[arg-type]
+        rank = len(graph.shape(graph.args(self.softmax)[0]))
         dim = graph.argument(self.softmax, 1, "dim", -1)
         if dim % rank != rank - 1 or len(self.scores.dims[-1]) != 1:
             raise Refused("unknown-attention", f"expected a softmax over the last dim, found dim {dim} of {rank}")
@@ -224,10 +226,12 @@ class _Reading:
             elif kind in ("add", "sub"):
                 self._added(node, source, dims)
             elif kind == "masked_fill":
-                self._fill(node, node.args[1], node.args[2], dims, "hidden")
+                self._fill(node, graph.args(node)[1], graph.args(node)[2], dims, "hidden")
             elif kind == "where":
-                first = node.args[1] is source
-                self._fill(node, node.args[0], node.args[2 if first else 1], dims, "bool" if first else "hidden")
+                first = graph.args(node)[1] is source
+                self._fill(
+                    node, graph.args(node)[0], graph.args(node)[2 if first else 1], dims, "bool" if first else "hidden"
+                )
             elif kind in ("cat", "concat"):
                 self._column(node, dims)
             else:
@@ -239,8 +243,8 @@ class _Reading:
     @staticmethod
     def _zero(node: fx.Node) -> bool:
         """Whether a node holds zeros whatever the inputs are: baddbmm used as a scaled product adds them."""
-        while graph.name(node) in movement.PULL and isinstance(node.args[0], fx.Node):
-            node = node.args[0]
+        while graph.name(node) in movement.PULL and isinstance(graph.args(node)[0], fx.Node):
+            node = graph.args(node)[0]
         return graph.name(node) in ("zeros", "zeros_like", "new_zeros")
 
     def _no_dropout(self, node: fx.Node) -> None:
@@ -267,7 +271,7 @@ class _Reading:
         return tuple(turned)
 
     def _factor(self, node: fx.Node, source: fx.Node) -> float:
-        a, b = node.args[:2]
+        a, b = graph.args(node)[:2]
         if graph.name(node) == "mul":
             return constant(b if a is source else a, self.tables)
         if a is not source:
@@ -275,7 +279,7 @@ class _Reading:
         return 1.0 / constant(b, self.tables)
 
     def _added(self, node: fx.Node, source: fx.Node, dims: tuple[Dim, ...]) -> None:
-        a, b = node.args[:2]
+        a, b = graph.args(node)[:2]
         other = b if a is source else a
         sign = float(graph.argument(node, 2, "alpha", 1)) * (-1.0 if graph.name(node) == "sub" else 1.0)
         if graph.name(node) == "sub" and a is not source:
@@ -307,7 +311,7 @@ class _Reading:
 
     def _column(self, node: fx.Node, dims: tuple[Dim, ...]) -> None:
         """``cat([scores, sinks], -1)``: one more column that takes part in the softmax and is cut off after it."""
-        pieces: Any = node.args[0]
+        pieces: Any = graph.args(node)[0]
         dim = graph.argument(node, 1, "dim", 0)
         if len(pieces) != 2 or dim % len(dims) != len(dims) - 1 or graph.shape(pieces[1])[-1] != 1 or self.sinks:
             raise Refused(
@@ -329,7 +333,7 @@ class _Reading:
             elif kind in _TURNS and cut:
                 dims = self._turn(dims, node)
             elif kind == "slice" and not self._cuts_nothing(node, dims):
-                dim, start, stop, step = movement.span(movement.arguments(node), graph.shape(node.args[0]))  # type: ignore
+                dim, start, stop, step = movement.span(movement.arguments(node), graph.shape(graph.args(node)[0]))
                 extent = self.atoms.extent(dims[-1])
                 if cut or dim != len(dims) - 1 or (start, stop, step) != (0, extent, 1):
                     raise Refused("unknown-attention", f"{node.name} cuts the weights")
@@ -342,7 +346,7 @@ class _Reading:
         return dims
 
     def _cuts_nothing(self, node: fx.Node, dims: tuple[Dim, ...]) -> bool:
-        return graph.shape(node) == graph.shape(node.args[0])  # type: ignore[arg-type]
+        return graph.shape(node) == graph.shape(graph.args(node)[0])
 
     def _unify(
         self, value: Product, weights: tuple[Dim, ...], operand: fx.Node
@@ -402,7 +406,7 @@ class _Reading:
             v=arrange(Expr(v), vd, batch, heads, last, width[0]),
             scale=self.scale,
             mask=mask,
-            mask_kind=kind,  # type: ignore[arg-type]
+            mask_kind=kind,
             softcap=self.softcap,
             sinks=self._sinks(batch, heads, row),
             output_steps=steps,
@@ -516,7 +520,7 @@ class _Reading:
                 steps.append((aten.unsqueeze.default, (at,)))
         return tuple(steps)
 
-    def _mask(self, batch: str | None, heads: list[str], row: str, last: str) -> tuple[Expr | None, str]:
+    def _mask(self, batch: str | None, heads: list[str], row: str, last: str) -> tuple[Expr | None, MaskKind]:
         """The mask as an ``Expr`` that broadcasts to [B, Hq, T, L]."""
         if self.mask is None:
             return None, "none"
