@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .bounds import allowed_by
-from .score import BINS, bin_of, dealt_token, row_range
+from .score import BINS, bin_of, deal, dealt_token, row_bounds
 
 
 @triton.jit
@@ -238,7 +238,8 @@ def fac_kernel(
     split = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     b, h = row // HKV, row % HKV
-    first, stop, base, share = row_range(bounds, b, stride_bounds, L, SPLITS, HAS_BOUNDS)
+    first, stop = row_bounds(bounds, b, stride_bounds, L, HAS_BOUNDS)
+    base, share = deal(first, stop, SPLITS, 32)  # short runs: a stretch of good tokens is shared among programs
     q1, q2 = load_query(q, b, h, stride_qb, stride_qh, stride_qd, G, GP, D, D1, D2, WIDE)
     keys += row * L
     kept += (row * SPLITS + split) * room
@@ -283,7 +284,7 @@ def fac_kernel(
     mine = tl.full((), 0, tl.int32)
     for i0 in range(0, share, BLOCK_K):
         i = i0 + tl.arange(0, BLOCK_K)
-        token = dealt_token(i, split, base, SPLITS)
+        token = dealt_token(i, split, base, SPLITS, 32)
         inside = (i < share) & (token >= first) & (token < stop)
         x = tl.load(keys + token, mask=inside, other=-float("inf"))
         if by_bin:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .attend import attend_tile, head_mask, load_query, merge_kernel, store_part
 from .launch import Device, Mask, device_of, mask_arguments, on_device, power_of_2, split_width
-from .score import row_range
+from .score import row_bounds
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def dense_kernel(
     split = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     b, h = row // HKV, row % HKV
-    first, stop, _, _ = row_range(bounds, b, stride_bounds, L, SPLITS, HAS_BOUNDS)
+    first, stop = row_bounds(bounds, b, stride_bounds, L, HAS_BOUNDS)
     share = tl.cdiv(tl.cdiv(stop - first, SPLITS), BLOCK_N) * BLOCK_N
     begin = first + split * share
     end = tl.minimum(begin + share, stop)
@@ -69,10 +69,9 @@ def attend_sizes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int | bool]:
     }  # fmt: skip
 
 
-def tile_tokens(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Tokens a tile holds, so that K and V of a tile, as the dots take them, fit in shared memory."""
-    width = (q.shape[3] + v.shape[3]) * max(k.element_size(), q.element_size())
-    return 64 if width <= 1024 else 32 if width <= 2048 else 16
+def token_width(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Bytes of K and V of one token and head, in the wider of the query's and the cache's dtype."""
+    return (q.shape[3] + v.shape[3]) * max(k.element_size(), q.element_size())
 
 
 def strides_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bounds: Tensor | None) -> tuple[int, ...]:
@@ -81,8 +80,7 @@ def strides_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bounds: Tensor | Non
     return (q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(), *mask.strides, of_bounds)
 
 
-def merge(
-    part: Tensor, sinks: Tensor | None, out: Tensor, splits: int, sizes: dict[str, int | bool]) -> None:
+def merge(part: Tensor, sinks: Tensor | None, out: Tensor, splits: int, sizes: dict[str, int | bool]) -> None:
     B, Hq = out.shape[:2]
     merge_kernel[(B * Hq,)](
         part, sinks, out, splits, HQ=Hq, G=sizes["G"], DV=sizes["DV"], DVP=sizes["DVP"],
@@ -112,7 +110,8 @@ def dense_decode(
     Hkv, L, DV = k.shape[1], k.shape[2], v.shape[3]
     m = mask_arguments(mask)
     sizes = attend_sizes(q, k, v)
-    block = tile_tokens(q, k, v)
+    width = token_width(q, k, v)  # a tile of K and V must fit in shared memory, twice
+    block = 64 if width <= 1024 else 32 if width <= 2048 else 16
     splits = _splits(B * Hkv, L, block, device_of(q))
     out = torch.empty((B, Hq, 1, DV), dtype=q.dtype, device=q.device)
     part = torch.empty(

@@ -89,7 +89,9 @@ def query_kernel(
             code = encode_e4m3(y).to(tl.uint16)
             half = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.float16, bitcast=True)  # the number / 256
             factor = factor * 512.0
-            tl.store(at, half * 0.5)
+            # The first two dims of every word of four, for all heads, then the last two.
+            pair = query + ((row * 2 + w % 4 // 2)[None, :] * GP + g[:, None]) * (BLOCK_W // 2)
+            tl.store(pair + (w // 4 * 2 + w % 2)[None, :], half * 0.5)
         elif FMT == "fp8":
             tl.store(at, encode_e4m3(y))
         else:

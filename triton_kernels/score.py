@@ -1,7 +1,7 @@
 """TIP: one key per cached token and KV head, and how many tokens there are at each level of key.
 
-A row is one KV head of one sequence. The tokens of a row's bounds, in blocks of 16, are dealt out to its ``CHUNKS`` programs
-in turn. Each program writes the keys of its tokens and counts them in 64 bins around the level at which the step before found
+A row is one KV head of one sequence. The tiles of tokens in a row's bounds are dealt out to its ``CHUNKS`` programs in turn.
+Each program writes the keys of its tokens and counts them in 64 bins around the level at which the step before found
 its threshold, so that selection need not search. Keys are in base-2 log units; forced tokens have +inf, tokens no head may
 attend -inf, all others are finite.
 """
@@ -15,27 +15,31 @@ import triton.language as tl
 
 from .bounds import allowed_by
 
-_SUB: tl.constexpr = tl.constexpr(16)  # tokens a program takes in a run
 BINS: tl.constexpr = tl.constexpr(64)
 
 
 @triton.jit
-def row_range(bounds, b, stride_bounds, L, PARTS: tl.constexpr, HAS_BOUNDS: tl.constexpr):
-    """``(first, stop, base, share)``: the valid range, where dealing starts, and the tokens dealt to each of PARTS."""
+def row_bounds(bounds, b, stride_bounds, L, HAS_BOUNDS: tl.constexpr):
+    """First valid token of a batch row and one past the last."""
     first = 0
     stop = L
     if HAS_BOUNDS:
         first = tl.load(bounds + b * stride_bounds)
         stop = tl.load(bounds + b * stride_bounds + 1)
-    base = first // _SUB * _SUB
-    share = tl.cdiv(tl.cdiv(stop - base, _SUB), PARTS) * _SUB
-    return first, stop, base, share
+    return first, stop
 
 
 @triton.jit
-def dealt_token(i, part, base, PARTS: tl.constexpr):
+def deal(first, stop, PARTS: tl.constexpr, RUN: tl.constexpr):
+    """``(base, share)``: where dealing out tokens in runs of RUN begins, and how many each of PARTS programs gets."""
+    base = first // 16 * 16
+    return base, tl.cdiv(tl.cdiv(stop - base, RUN), PARTS) * RUN
+
+
+@triton.jit
+def dealt_token(i, part, base, PARTS: tl.constexpr, RUN: tl.constexpr):
     """The token that is number i of a part's share."""
-    return base + (i // _SUB * PARTS + part) * _SUB + i % _SUB
+    return base + (i // RUN * PARTS + part) * RUN + i % RUN
 
 
 @triton.jit
@@ -164,7 +168,8 @@ def tip_kernel(
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     b, h = row // HKV, row % HKV
-    first, stop, base, share = row_range(bounds, b, stride_bounds, L, CHUNKS, HAS_BOUNDS)
+    first, stop = row_bounds(bounds, b, stride_bounds, L, HAS_BOUNDS)
+    base, share = deal(first, stop, CHUNKS, BLOCK_T)
     origin, per_width = row_window(hint, row, HAS_HINT)
     LOG2E: tl.constexpr = 1.4426950408889634
     LOWEST: tl.constexpr = -3.4028234663852886e38
@@ -196,11 +201,10 @@ def tip_kernel(
         WORDS_P: tl.constexpr = BLOCK_W // 4
         STEP: tl.constexpr = 4 if WORDS_P >= 4 else WORDS_P  # words a thread loads at once
         TWO: tl.constexpr = FMT != "int8"  # a word of keys meets two words of the query
-        STRIDE: tl.constexpr = 2 if FMT == "fp8" else 1
-        HI: tl.constexpr = 1 if FMT == "fp8" else GP * WORDS_P
+        HI: tl.constexpr = GP * WORDS_P
         word = tl.arange(0, STEP)
         # Words of the rounded query: those that meet low nibbles (fp8: the first two dims of a word), then the high ones.
-        q_words = query.to(tl.pointer_type(tl.int32)) + row * (2 * GP * WORDS_P) + word * STRIDE
+        q_words = query.to(tl.pointer_type(tl.int32)) + row * (2 * GP * WORDS_P) + word
         words_lo = ()
         words_hi = ()
         code_sums = ()
@@ -209,8 +213,8 @@ def tip_kernel(
         for n in tl.static_range(G):
             if HOIST:
                 for w0 in tl.static_range(0, WORDS_P, STEP):
-                    words_lo = words_lo + (tl.load(q_words + (n * WORDS_P + w0) * STRIDE),)
-                    words_hi = words_hi + (tl.load(q_words + (n * WORDS_P + w0) * STRIDE + HI) if TWO else 0,)
+                    words_lo = words_lo + (tl.load(q_words + n * WORDS_P + w0),)
+                    words_hi = words_hi + (tl.load(q_words + n * WORDS_P + w0 + HI) if TWO else 0,)
             code_sums = code_sums + (tl.load(sums + row * GP + n).to(tl.float32) if META > 0 else 0.0,)
             factor_of = factor_of + (tl.load(factors + row * GP + n) * UNIT,)
             level_of = level_of + (tl.load(norm + h * G + n).to(tl.float32) * LOG2E if HAS_NORM else 0.0,)
@@ -235,9 +239,8 @@ def tip_kernel(
     lane = tl.arange(0, BLOCK_T)
     seen = tl.zeros((BLOCK_T,), tl.int32)
     for i0 in range(0, share, BLOCK_T):
-        i = i0 + lane
-        token = dealt_token(i, chunk, base, CHUNKS)
-        inside = (i < share) & (token >= first) & (token < stop)
+        token = base + i0 * CHUNKS + chunk * BLOCK_T + lane
+        inside = (token >= first) & (token < stop)
         counted = inside
         bias = tl.zeros((BLOCK_T,), tl.float32)
         if MASK_KIND != 0 and not PER_HEAD:
@@ -274,8 +277,8 @@ def tip_kernel(
                         q_lo = words_lo[n * (WORDS_P // STEP) + j]
                         q_hi = words_hi[n * (WORDS_P // STEP) + j]
                     else:
-                        q_lo = tl.load(q_words + (n * WORDS_P + j * STEP) * STRIDE)
-                        q_hi = tl.load(q_words + (n * WORDS_P + j * STEP) * STRIDE + HI) if TWO else 0
+                        q_lo = tl.load(q_words + n * WORDS_P + j * STEP)
+                        q_hi = tl.load(q_words + n * WORDS_P + j * STEP + HI) if TWO else 0
                     q_lo = tl.broadcast_to(q_lo[None, :], dots.shape)
                     if TWO:
                         q_hi = tl.broadcast_to(q_hi[None, :], dots.shape)

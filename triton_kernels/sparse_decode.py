@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .attend import fac_kernel
 from .bounds import mask_bounds
-from .dense_decode import attend_sizes, dense_decode, merge, strides_of, tile_tokens
+from .dense_decode import attend_sizes, dense_decode, merge, strides_of, token_width
 from .formats import INFO, REDUCTIONS, check_format
 from .launch import Device, device_of, mask_arguments, on_device, power_of_2
 from .pack import bytes_view, pack_rows_, pack_sizes
@@ -25,6 +25,7 @@ class Configuration:
     chunks: int
     block_t: int
     tip_warps: int
+    hoist: bool
     splits: int
     block_k: int
     block_n: int
@@ -32,13 +33,21 @@ class Configuration:
     fac_stages: int
 
 
-def configuration(rows: int, L: int, n_fac: int, block_n: int, device: Device) -> Configuration:
-    """A choice by shape alone: nothing is tuned at run time, so a first call costs compilation only."""
+def configuration(rows: int, L: int, n_fac: int, width: int, device: Device) -> Configuration:
+    """A choice by shape alone: nothing is tuned at run time, so a first call costs compilation only. ``width``: bytes of K and
+    V that a token and head have, as the dots take them.
+
+    Measured on an H100: TIP is fastest with as many programs as fit at once (registers allow 4 a multiprocessor when each
+    keeps the queries, 8 when it reads them again for every tile, which pays once there are tiles enough); so is FAC with 4.
+    """
     block_t = 128
-    chunks = power_of_2(max(1, 8 * device.sms // rows))
-    chunks = max(1, min(chunks, 128, power_of_2(-(-L // block_t))))
-    splits = max(1, min(-(-4 * device.sms // rows), -(-n_fac // block_n), 64))
-    return Configuration(chunks, block_t, 4, splits, min(2048, power_of_2(-(-L // splits) + 16)), block_n, 4, 2)
+    many = rows * L >= 2 * 8 * device.sms * block_t * 4
+    chunks = power_of_2(max(1, (8 if many else 4) * device.sms // rows + 1)) // 2
+    chunks = max(1, min(chunks, power_of_2(-(-L // block_t))))
+    block_n = 16 if width > 2048 else 32 if rows > 16 or width > 1024 else 64
+    splits = max(1, min(4 * device.sms // rows, -(-n_fac // 32), 64))
+    stages = 1 if width > 1024 else 3 if block_n == 32 else 2
+    return Configuration(chunks, block_t, 4, not many, splits, 1024, block_n, 4, stages)
 
 
 def sparse_decode(
@@ -94,8 +103,7 @@ def sparse_decode(
     )
     G, rows = Hq // Hkv, B * Hkv
     device = device_of(q)
-    block_n = tile_tokens(q, k, v)
-    c = config or configuration(rows, L, n_fac, block_n, device)
+    c = config or configuration(rows, L, n_fac, token_width(q, k, v), device)
     splits = c.splits
     if mask is not None and bounds is None:
         bounds = mask_bounds(mask, L)
@@ -104,7 +112,7 @@ def sparse_decode(
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
 
-    engine, GP, block_w, hoist = _engine(data, fmt, G, D, reduction, device)
+    engine, GP, block_w = _engine(data, fmt, G, D, reduction, device)
     keys = scratch(rows, L)
     bins = (
         torch.zeros((rows, 128), dtype=torch.int32, device=q.device)
@@ -113,7 +121,7 @@ def sparse_decode(
     )
     window = scratch(rows, 2)
     stats = scratch(rows, c.chunks, GP, 2) if reduction == "softmax_sum" else None
-    room = min(n_fac + n_fac // 8, 16 * -(-(-(-L // 16) + 1) // splits))
+    room = min(n_fac + n_fac // 8, 32 * -(-(-(-L // 32) + 1) // splits))
     kept = scratch(rows, splits, room, dtype=torch.int32)
     kept_count = scratch(rows, splits, dtype=torch.int32)
     if selection is not None:
@@ -148,7 +156,7 @@ def sparse_decode(
                 META=0 if meta is None else meta.shape[3], MASK_KIND=m.kind, PER_HEAD=m.per_head,
                 HAS_BOUNDS=bounds is not None, HAS_HINT=hint is not None, HAS_NORM=norm is not None,
                 SOFTCAP=softcap != 0.0, MAX=reduction == "max", PASS=step, ENGINE=engine, FP8=device.fp8,
-                BLOCK_W=block_w, BLOCK_T=c.block_t, CHUNKS=c.chunks, HOIST=hoist, num_warps=c.tip_warps,
+                BLOCK_W=block_w, BLOCK_T=c.block_t, CHUNKS=c.chunks, HOIST=c.hoist, num_warps=c.tip_warps,
                 num_stages=1 if engine == "all" else 3,
             )  # fmt: skip
         sizes = attend_sizes(q, k, v)
@@ -164,21 +172,18 @@ def sparse_decode(
     return out
 
 
-def _engine(
-    data: Tensor | None, fmt: str, G: int, D: int, reduction: str, device: Device
-) -> tuple[str, int, int, bool]:
-    """How TIP multiplies, over how many (padded) heads and dims, and whether a program keeps the queries in registers.
+def _engine(data: Tensor | None, fmt: str, G: int, D: int, reduction: str, device: Device) -> tuple[str, int, int]:
+    """How TIP multiplies, over how many (padded) heads and dims.
 
     Words of four dims in each thread waste nothing on padded heads, which is what bounds the tensor cores' way with the few
     heads of a group; that one remains for wide formats and large groups.
     """
     if data is None:
-        return "all", max(16, power_of_2(G)), min(64, max(16, power_of_2(D))), False
+        return "all", max(16, power_of_2(G)), min(64, max(16, power_of_2(D)))
     columns = data.shape[3]
     narrow = INFO[fmt].bits > 0 or (fmt == "fp8" and device.fp8)
     if narrow and columns % 4 == 0 and device.native and reduction != "softmax_sum" and G <= 8:
-        width = max(4, power_of_2(columns))
-        return "words", power_of_2(G), width, G * width * (1 if fmt == "int8" else 2) <= 320
+        return "words", power_of_2(G), max(4, power_of_2(columns))
     # 16 heads: the least that Hopper's e4m3 dot takes. (Others would do with 8, padding less.)
     heads = max(16 if fmt == "fp8" else 8, power_of_2(G))
-    return "dot", heads, max(32 if data.element_size() == 1 else 16, power_of_2(columns)), False
+    return "dot", heads, max(32 if data.element_size() == 1 else 16, power_of_2(columns))
