@@ -43,11 +43,12 @@ def _inner_compiler(inner: Inner, mode: str | None, options: dict[str, Any] | No
         patches = {**(list_mode_options(mode) if mode and mode != "default" else {}), **(options or {})}
 
         def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-            return compile_fx(gm, example_inputs, config_patches=patches or None)
+            compiled: Any = compile_fx(gm, example_inputs, config_patches=patches or None)
+            return compiled
 
         return inductor
     given = {name: value for name, value in (("mode", mode), ("options", options)) if value}
-    return lambda gm, example_inputs: inner(gm, example_inputs, **given)  # type: ignore[operator]
+    return lambda gm, example_inputs: inner(gm, example_inputs, **given)
 
 
 def _records_gradients(example_inputs: Sequence[Any]) -> bool:

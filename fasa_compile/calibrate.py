@@ -136,15 +136,15 @@ def calibrate(
     call = forward or _forward
     own = model.__dict__.get("forward")
     if own is not None:
-        model.forward = _original_forward(model)  # type: ignore[method-assign]
+        model.forward = _original_forward(model)
     try:
         watched = torch.compile(model, backend=observer, dynamic=False)
         with torch.no_grad():
             for text in texts:
-                call(watched, text.to(device))  # type: ignore[arg-type]
+                call(watched, text.to(device))
     finally:
         if own is not None:
-            model.forward = own  # type: ignore[method-assign]
+            model.forward = own
         if observer.bar is not None:
             observer.bar.close()
     if not observer.stats:

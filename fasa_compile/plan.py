@@ -11,7 +11,7 @@ import torch
 from fasa_compile.errors import ProfileError
 from fasa_compile.profiles.schema import Budget, FCProfile, LayerProfile, check_layer
 from fasa_compile.sites import AttentionSite, NoMatch
-from fasa_compile.triton_kernels.formats import FCFormat, bytes_per_token
+from fasa_compile.triton_kernels.formats import FCFormat, bytes_per_token, check_format
 
 #: Why a matched attention stays dense. Keys are stable; with ``sites.REASONS`` they are all the reasons there are.
 WHY_DENSE: dict[str, str] = {
@@ -149,6 +149,7 @@ def _decide(site: AttentionSite | NoMatch, policy: Policy, *, grad: bool) -> Dec
     _, Hq, Hkv, _, L, D, _ = site.shape
     layer: LayerProfile | None = None
     itemsize = tensors[1].dtype.itemsize
+    fmt: FCFormat
     if policy.profile == "all":
         fmt, reduction, fc_bytes = "fp32", "softmax_sum", hint(D) * itemsize
     else:
@@ -158,7 +159,7 @@ def _decide(site: AttentionSite | NoMatch, policy: Policy, *, grad: bool) -> Dec
         if layer is None:
             raise _not_in_profile(site, policy.profile)
         check_layer(layer, site.layer, Hq, Hkv, D, site.rope)
-        fmt, reduction = policy.profile.fc_format, policy.profile.reduction
+        fmt, reduction = check_format(policy.profile.fc_format), policy.profile.reduction
         fc_bytes = bytes_per_token(2 * layer.n_tip, fmt)
     budget = policy.budget_for(layer)
     dense_bytes, sparse_bytes = _read_bytes(site, itemsize, budget, fc_bytes)

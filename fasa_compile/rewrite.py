@@ -152,7 +152,7 @@ def _add_input(twin: fx.GraphModule, name: str, fake: torch.Tensor) -> fx.Node:
     node.meta["example_value"] = fake
     # The address never changes between calls on one cache; "unguarded" lets CUDA graphs rely on it, and look again if it does.
     node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
-    node._dynamo_source = ConstantSource(name)  # type: ignore[attr-defined]
+    node._dynamo_source = ConstantSource(name)
     return node
 
 

@@ -286,9 +286,8 @@ def eager_fasa(model: Any, profile: FCProfile | None, **budget: int) -> Iterator
         if profile is not None:
             layer = profile.by_layer(names[module])
             assert layer is not None
-            centre, spread = layer.gathered()
-            data = reference.pack(key, layer.dims(), centre, spread, profile.fc_format)
-            packed = (*data, layer.dims(), centre, spread, layer.norm)
+            dims, centre, spread, norm = (x.to(key.device) for x in (layer.dims(), *layer.gathered(), layer.norm))
+            packed = (*reference.pack(key, dims, centre, spread, profile.fc_format), dims, centre, spread, norm)
             limits = profile.budget.replace(**budget)
             fmt, reduction = profile.fc_format, profile.reduction
         out = reference.sparse_decode(

@@ -61,7 +61,7 @@ def test_impossible_budgets(budget, message):  # trial J7
 
 
 def test_unknown_inner_compiler():
-    with pytest.raises(TypeError, match="inner.*'nvfuser'"):
+    with pytest.raises(TypeError, match=r"inner.*'nvfuser'"):
         fasa_backend("all", inner="nvfuser")
 
 
@@ -119,7 +119,7 @@ def test_profile_of_other_weights():
     assert fasa_compile.stats()["sparse_steps"] == 4
     torch._dynamo.reset()
     model.model.layers[1].self_attn.q_proj.weight.data.mul_(-1)
-    with pytest.raises(Exception, match="made for other weights.*check_weights=False"):
+    with pytest.raises(Exception, match=r"made for other weights.*check_weights=False"):
         first_step(model, mine, check_weights=True)
 
 
@@ -135,7 +135,7 @@ def test_a_model_without_rope_is_left_alone_and_says_so():  # trial C9
     assert stats["rewritten_sites"] == 0
     assert stats["sites"] == sum(stats["declined"].values()) == 2
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="NoSitesError|no attention site"):
+    with pytest.raises(Exception, match=r"NoSitesError|no attention site"):
         first_step(model, "all", n_fac=8, n_sink=1, n_recent=1, strict=True)
     assert issubclass(NoSitesError, fasa_compile.FasaError)
 

@@ -88,7 +88,7 @@ def test_by_registered_name():
 
 
 def test_registered_name_without_a_profile_is_an_error():
-    with pytest.raises(Exception, match="needs options=.*profile"):
+    with pytest.raises(Exception, match=r"needs options=.*profile"):
         torch.compile(lambda x: x + 1, backend="fasa")(torch.ones(2))
 
 

@@ -1,0 +1,177 @@
+"""The whole way on a GPU: Inductor, Triton kernels and CUDA graphs. `make test-gpu` runs it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
+
+from models import (
+    Custom,
+    Interleaved,
+    PartialHalfSplit,
+    cache_for,
+    decode,
+    decode_custom,
+    difference,
+    eager_fasa,
+    half_split,
+    llama_profile,
+    profile_of,
+    tiny_llama,
+)
+
+import fasa_compile
+from fasa_compile import fasa_backend
+
+pytestmark = pytest.mark.gpu
+IDS = torch.randint(0, 512, (2, 300), generator=torch.Generator().manual_seed(3))
+
+
+def compiled(model, profile, mode=None, **how):
+    torch._dynamo.reset()
+    backend = fasa_backend(profile, check_weights=False, strict=True, **how)
+    return torch.compile(model, backend=backend, mode=mode)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(torch.float32, "static"), (torch.bfloat16, "static"), (torch.float16, "dynamic")]
+)
+@pytest.mark.parametrize("fc_format", ["int4", "fp8"])
+def test_budget_covering_the_context_is_dense(dtype, kind, fc_format):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = tiny_llama(layers=2).to("cuda", dtype)
+    ids = IDS[:, :100].cuda()
+    dense = decode(model, model, ids, cache_for(model, kind, 256), 12)
+    step = compiled(model, llama_profile(2, fc_format=fc_format), n_fac=128)
+    sparse = decode(model, step, ids, cache_for(model, kind, 256), 12)
+    assert fasa_compile.stats()["sparse_steps"] >= 11
+    limit = 1e-4 if dtype is torch.float32 else 3e-2 * dense.abs().max().item()
+    assert difference(sparse, dense) <= limit
+
+
+@pytest.mark.parametrize("fc_format", ["bf16", "int4", "fp8"])
+def test_sparse_is_the_plain_reference(fc_format):
+    model = tiny_llama(layers=2).cuda()
+    ids = IDS[:, :200].cuda()
+    profile = llama_profile(2, fc_format=fc_format)
+    with eager_fasa(model, profile, n_fac=32):
+        reference = decode(model, model, ids, cache_for(model, "static", 256), 12)
+    dense = decode(model, model, ids, cache_for(model, "static", 256), 12)
+    sparse = decode(model, compiled(model, profile, n_fac=32), ids, cache_for(model, "static", 256), 12)
+    assert fasa_compile.stats()["sparse_steps"] == 12
+    # The kernel may keep a few tokens more than the budget (never fewer), which moves the result towards dense attention.
+    assert (sparse - reference).norm() <= 0.25 * (dense - reference).norm()
+
+
+def test_two_hundred_steps_in_cuda_graphs():
+    """reduce-overhead: no graph is skipped, none is recorded again, and the state kept equals the state made anew."""
+    model = tiny_llama(layers=2).to("cuda", torch.bfloat16)
+    ids = IDS[:1, :260].cuda()
+    captures = 0
+    whole = torch.cuda.CUDAGraph.capture_begin
+
+    def counted(self, *args, **kwargs):
+        nonlocal captures
+        captures += 1
+        return whole(self, *args, **kwargs)
+
+    torch.cuda.CUDAGraph.capture_begin = counted
+    try:
+        outcomes = []
+        for anew in (False, True):
+            torch._dynamo.utils.counters.clear()
+            runtimes = []
+            backend = fasa_backend(llama_profile(2, fc_format="int4"), n_fac=40, check_weights=False, strict=True)
+
+            def keep(gm, inputs, backend=backend, runtimes=runtimes, **how):
+                made = backend(gm, inputs, **how)
+                runtimes.append(made)
+                return made
+
+            torch._dynamo.reset()
+            step = torch.compile(model, backend=keep, mode="reduce-overhead")
+            seen = []
+
+            def each(i, anew=anew, runtimes=runtimes, seen=seen):
+                seen.append(captures)
+                if anew:
+                    for runtime in runtimes:
+                        runtime.invalidate()
+
+            outcomes.append(decode(model, step, ids, cache_for(model, "static", 512), 200, each=each))
+            assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+            assert seen[-1] > 0, "no CUDA graph was recorded"
+            assert seen[10] == seen[-1], "graphs were recorded again after the warm-up"
+    finally:
+        torch.cuda.CUDAGraph.capture_begin = whole
+    assert fasa_compile.stats()["sparse_steps"] == 400
+    assert torch.equal(*outcomes)
+
+
+def test_a_user_captured_graph_is_never_stale():  # trial F6
+    """Captured by the user, replays do not pass through the runtime: the packed cache is made anew inside the graph."""
+    model = tiny_llama(layers=2).cuda()
+    ids = IDS[:1, :80].cuda()
+    expected = decode(
+        model, compiled(model, llama_profile(2, fc_format="bf16"), n_fac=40), ids, cache_for(model, "static", 256), 12
+    )
+    step = compiled(model, llama_profile(2, fc_format="bf16"), n_fac=40)
+    cache = cache_for(model, "static", 256)
+    token = torch.zeros((1, 1), dtype=torch.long, device="cuda")
+    with torch.no_grad():
+        model(ids[:, :68], past_key_values=cache)
+        kept = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+
+        def rewind():
+            for layer, (k, v) in zip(cache.layers, kept, strict=True):
+                layer.keys.copy_(k)
+                layer.values.copy_(v)
+                layer.cumulative_length.fill_(68)
+
+        for _ in range(2):
+            token.copy_(ids[:, 68:69])
+            step(input_ids=token, past_key_values=cache)
+            rewind()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = step(input_ids=token, past_key_values=cache).logits
+        rewind()
+        out = []
+        for i in range(68, 80):
+            token.copy_(ids[:, i : i + 1])
+            graph.replay()
+            out.append(logits[:, -1].clone())
+    assert difference(torch.stack(out, 1), expected) <= 1e-4
+
+
+@pytest.mark.parametrize("attention", [Interleaved, PartialHalfSplit])
+def test_custom_modules(attention):
+    model = Custom(attention).eval().cuda()
+    pairs = tuple((2 * i, 2 * i + 1) for i in range(8)) if attention is Interleaved else half_split(8)
+    profile = profile_of([(f"blocks.{i}", 4, 2, 16, pairs) for i in range(2)], 4, fc_format="int4")
+    ids = torch.randint(0, 128, (1, 50), generator=torch.Generator().manual_seed(2))
+
+    def on_gpu(step):
+        return lambda ids, pos: step(ids.cuda(), pos.cuda())
+
+    dense = decode_custom_cuda(model, on_gpu(model), ids)
+    covering = decode_custom_cuda(model, on_gpu(compiled(model, profile, n_fac=60)), ids)
+    assert fasa_compile.stats()["sparse_steps"] >= 9
+    assert difference(covering, dense) <= 1e-4
+
+
+def decode_custom_cuda(model, step, ids):
+    class OnCpu:  # decode_custom makes its tensors on the CPU
+        def __call__(self, ids, pos):
+            return model(ids.cuda(), pos.cuda())
+
+        def reset(self):
+            model.reset()
+
+    return decode_custom(OnCpu(), step, ids, 10)
