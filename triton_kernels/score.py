@@ -382,7 +382,7 @@ def tip_kernel(
             key = tl.where(counted, tl.where(forced, float("inf"), key), -float("inf"))
             tl.store(keys + token, key, mask=inside)
             bin = bin_of(key, origin, per_width)
-            tl.atomic_add(bins + bin.to(tl.int32), 1, mask=counted & (bin >= 0.0), sem="relaxed")
+            tl.atomic_add(bins + tl.maximum(bin, 0.0).to(tl.int32), 1, mask=counted & (bin >= 0.0), sem="relaxed")
             if MASK_KIND != 0:
                 seen += counted.to(tl.int32)
 

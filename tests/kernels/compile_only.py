@@ -42,7 +42,9 @@ class Launch:
                 signature[parameter.name] = _TYPES[value.dtype]
                 aligned = True
             else:
-                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32" if abs(value) < 2**31 else "i64"
+                signature[parameter.name] = (
+                    "fp32" if isinstance(value, float) else "i32" if abs(value) < 2**31 else "i64"
+                )
                 aligned = isinstance(value, int) and value % 16 == 0
             if aligned:
                 attributes[(i,)] = [["tt.divisibility", 16]]

@@ -1,0 +1,124 @@
+"""Compares the sparse decode kernels with their specification; on CPU (Triton's interpreter) and on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasa_compile.triton_kernels import reference
+
+
+@dataclass
+class Case:
+    """Inputs of one decode step; ``how`` are ``sparse_decode``'s keyword arguments."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cache: tuple[Tensor | None, ...]  # data, meta, dims, centre, spread
+    norm: Tensor | None
+    mask: Tensor | None
+    how: dict[str, Any]
+
+
+def make_case(
+    fmt: str = "int4",
+    *,
+    B: int = 2,
+    Hkv: int = 2,
+    G: int = 3,
+    L: int = 300,
+    D: int = 24,
+    DV: int = 16,
+    W: int = 12,
+    n_fac: int = 40,
+    dtype: torch.dtype = torch.float32,
+    mask: str = "",
+    device: str = "cpu",
+    all_dims: bool = False,
+    gain: float = 1.0,
+    sinks: bool = False,
+    softcap: float = 0.0,
+    reduction: str = "static",
+    n_sink: int = 2,
+    n_recent: int = 5,
+) -> Case:
+    """Random inputs. Keys and values that a mask hides from every head are poisoned with NaN and inf."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device)
+
+    Hq = G * Hkv
+    dims = torch.stack([torch.randperm(D)[:W] for _ in range(Hkv)]).int().to(device)
+    centre, spread = normal(Hkv, W), torch.rand(Hkv, W, device=device) + 0.5
+    q = (gain * normal(B, Hq, 1, D)).to(dtype)
+    k, v = normal(B, L, Hkv, D).transpose(1, 2).to(dtype), normal(B, Hkv, L, DV).to(dtype)
+    lowest = torch.finfo(dtype).min
+    masks = {
+        "": lambda: None,
+        "bool": lambda: torch.rand(B, 1, 1, L, device=device) > 0.3,
+        "lengths": lambda: (torch.arange(L, device=device) < torch.tensor([[L // 2], [L - 7]], device=device)[:B])[:, None, None],
+        "additive": lambda: torch.where(normal(B, Hq, 1, L) > -0.5, normal(B, Hq, 1, L), lowest).to(dtype),
+        "shared additive": lambda: torch.where(normal(1, 1, 1, L) > -0.5, normal(1, 1, 1, L), lowest).to(dtype),
+        "per head": lambda: torch.rand(B, Hq, 1, L, device=device) > 0.5,
+        "few": lambda: torch.rand(B, 1, 1, L, device=device) > 0.95,
+        "nothing": lambda: torch.zeros(B, 1, 1, L, dtype=torch.bool, device=device),
+    }  # fmt: skip
+    m = masks[mask]()
+    if m is not None:
+        hidden = ~(m if m.dtype == torch.bool else m > lowest).any(1)[:, 0].expand(B, L)
+        k = torch.where(hidden[:, None, :, None], torch.nan, k)
+        v = torch.where(hidden[:, None, :, None], torch.inf, v)
+    cache: tuple[Tensor | None, ...] = (None,) * 5
+    if not all_dims:
+        cache = (*reference.pack(k, dims, centre, spread, fmt), dims, centre, spread)
+    how = {
+        "scale": D**-0.5, "n_fac": n_fac, "n_sink": n_sink, "n_recent": n_recent, "softcap": softcap,
+        "sinks": normal(Hq) if sinks else None, "fmt": fmt, "reduction": reduction,
+    }  # fmt: skip
+    return Case(q, k, v, cache, normal(Hq), m, how)
+
+
+def check_step(case: Case, hint: Tensor | None = None, slots: Tensor | None = None, tolerance: float = 1e-5) -> float:
+    """Runs the kernels once and checks the selection and the attention over it; returns how many tokens were kept, in
+    multiples of what was asked for."""
+    from fasa_compile.triton_kernels import sparse_decode
+
+    q, k, v, mask, how = case.q, case.k, case.v, case.mask, case.how
+    B, Hkv, L = k.shape[:3]
+    G = q.shape[1] // Hkv
+    data, meta, dims, centre, spread = case.cache
+    selection: list[tuple[Tensor, Tensor]] = []
+    out = sparse_decode.sparse_decode(
+        q, k, v, data, meta, dims, centre, spread, case.norm, mask, None, slots, hint, selection=selection, **how
+    )
+    kept, count = selection[0]
+    used = torch.arange(kept.shape[2], device=q.device) < count[..., None]
+    times = torch.zeros(B * Hkv, L, dtype=torch.int32, device=q.device)
+    times.scatter_add_(1, torch.where(used, kept, 0).long().flatten(1), used.flatten(1).int())
+    assert times.max() <= 1, "a token was kept twice"
+    kept_here = (times > 0).view(B, Hkv, L)
+
+    ranked = {name: how[name] for name in ("scale", "n_sink", "n_recent", "softcap", "fmt", "reduction")}
+    key = reference.tip_keys(q, k, data, meta, dims, spread, case.norm, mask, None, **ranked)
+    valid = key > -torch.inf
+    want = valid.sum(-1).clamp(max=how["n_fac"])
+    number = kept_here.sum(-1)
+    assert not (kept_here & ~valid).any(), "a token that no head may attend to was kept"
+    assert (number >= want).all() and (number <= want + how["n_fac"] // 8).all(), (number.tolist(), want.tolist())
+    # Keys are sums in another order than the reference's: what lies within rounding of the threshold may fall on either side.
+    threshold = key.sort(-1, descending=True).values.gather(-1, (want - 1).clamp(min=0)[..., None])
+    clear = key > threshold + 2e-3 * (1 + threshold.abs())
+    assert not (valid & clear & ~kept_here).any(), "a token of the top n_fac is missing"
+
+    among = kept_here.repeat_interleave(G, 1)[:, :, None]
+    if mask is not None:
+        among = among & mask if mask.dtype == torch.bool else torch.where(among, mask, torch.finfo(mask.dtype).min)
+    expected = reference.dense_decode(
+        q, k, v, among, None, scale=how["scale"], softcap=how["softcap"], sinks=how["sinks"]
+    )
+    torch.testing.assert_close(out.float(), expected.float(), atol=tolerance, rtol=tolerance)
+    return float(number.sum() / want.sum().clamp(min=1))

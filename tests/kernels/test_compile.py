@@ -1,0 +1,42 @@
+"""Every kernel compiles for the GPUs it is meant for, from the very launches that its launcher makes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from compile_only import recording
+
+from fasa_compile.triton_kernels.formats import fc_cache_spec
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("fmt, mask", [("int4", torch.bool), ("fp8", None), ("bf16", torch.bfloat16)])
+def test_kernels_compile(capability: int, fmt: str, mask: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fasa_compile.triton_kernels import bounds, dense_decode, launch, pack, sparse_decode
+
+    device = launch.Device(sms=132, capability=capability, native=True)
+    for module in (sparse_decode, dense_decode):
+        monkeypatch.setattr(module, "device_of", lambda _: device)
+    B, Hq, Hkv, L, D, W = 2, 32, 8, 32768, 128, 64
+    with torch.device("meta"), recording() as launches:
+        q, kv = torch.empty(B, Hq, 1, D, dtype=torch.bfloat16), torch.empty(B, Hkv, L, D, dtype=torch.bfloat16)
+        data, meta = (torch.empty(shape, dtype=dtype) for shape, dtype in fc_cache_spec(B, Hkv, L, W, fmt))
+        dims, centre = torch.empty(Hkv, W, dtype=torch.int32), torch.empty(Hkv, W)
+        slots, hint = torch.empty(1, dtype=torch.int64), torch.empty(B, Hkv, 2)
+        m = None if mask is None else torch.empty(B, 1, 1, L, dtype=mask)
+        sparse_decode.sparse_decode(
+            q, kv, kv, data, meta, dims, centre, centre, torch.empty(Hq), m, None, slots, hint, scale=0.1, n_fac=1024,
+            n_sink=4, n_recent=16, fmt=fmt, sinks=torch.empty(Hq) if mask is None else None,
+        )  # fmt: skip
+        dense_decode.dense_decode(q, kv, kv, m, scale=0.1)
+        pack.pack(kv, dims, centre, centre, fmt)
+        if m is not None:
+            bounds.mask_bounds(m, L)
+    names = {launch.kernel.fn.__name__ for launch in launches}
+    assert names >= {"query_kernel", "tip_kernel", "fac_kernel", "merge_kernel", "dense_kernel", "pack_kernel"}
+    for recorded in launches:
+        assert len(recorded.compile(capability).asm["cubin"]) > 0

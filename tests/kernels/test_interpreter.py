@@ -1,0 +1,151 @@
+"""The kernels, run by Triton's interpreter on CPU tensors and compared with the reference.
+
+The interpreter must be chosen before the kernels are imported, so these tests run in a process of their own. It has no
+bfloat16 dot and no inline PTX: those are tested on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from kernel_checks import check_step, make_case
+
+from fasa_compile.triton_kernels import reference
+from fasa_compile.triton_kernels.formats import FORMATS
+
+HERE = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(
+    not HERE, reason="runs in a process with TRITON_INTERPRET=1, which another test starts"
+)
+
+
+@pytest.mark.skipif(HERE, reason="this is that process")
+@pytest.mark.timeout(900)
+def test_all_in_a_process_with_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", __file__]
+    run = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-5000:] + run.stderr[-2000:]
+
+
+def bytes_of(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+@interpreted
+@pytest.mark.parametrize("W, D", [(8, 16), (24, 40)])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_packed_bytes_are_the_references(fmt: str, W: int, D: int) -> None:
+    from fasa_compile.triton_kernels import pack
+
+    dims = torch.stack([torch.randperm(D)[:W] for _ in range(2)]).int()
+    centre, spread = torch.randn(2, W), torch.rand(2, W) + 0.5
+    k = torch.randn(3, 2, 50, D) * torch.logspace(-6, 3, 50)[:, None]
+    k[0, 0, 3], k[0, 0, 4, 0], k[1, 1, 7], k[1, 1, 8] = torch.nan, torch.inf, 0.0, 1.0
+    k = k.half()
+    for got, expected in zip(
+        pack.pack(k, dims, centre, spread, fmt), reference.pack(k, dims, centre, spread, fmt), strict=True
+    ):
+        assert torch.equal(bytes_of(got), bytes_of(expected))
+    for slots in (torch.tensor([[3, 5], [7, 1], [9, 8]]), torch.tensor([4])):
+        ours, theirs = (tuple(x.clone() for x in reference.pack(k, dims, centre, spread, fmt)) for _ in range(2))
+        written = torch.randn(k.shape).half()
+        pack.pack_rows_(*ours, written, slots, dims, centre, spread, fmt)
+        reference.pack_rows_(*theirs, written, slots, dims, centre, spread, fmt)
+        for got, expected in zip(ours, theirs, strict=True):
+            assert torch.equal(bytes_of(got), bytes_of(expected))
+
+
+@interpreted
+def test_mask_bounds() -> None:
+    from fasa_compile.triton_kernels import bounds
+
+    mask = torch.rand(3, 1, 1, 70) > 0.9
+    mask[1] = False
+    additive = torch.where(
+        torch.rand(3, 4, 1, 70) > 0.9, torch.randn(3, 4, 1, 70), torch.finfo(torch.float16).min
+    ).half()
+    for m in (mask, additive, additive.float().masked_fill(additive < -1e4, -torch.inf)):
+        assert torch.equal(bounds.mask_bounds(m, 70), reference.mask_bounds(m, 70))
+
+
+@interpreted
+@pytest.mark.parametrize("fmt", [f for f in FORMATS if f != "bf16"])
+def test_formats(fmt: str) -> None:
+    check_step(make_case(fmt))
+
+
+@interpreted
+@pytest.mark.parametrize("mask", ["bool", "lengths", "additive", "shared additive", "per head", "few", "nothing"])
+def test_masks(mask: str) -> None:
+    check_step(make_case("int4", mask=mask))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reduction": "softmax_sum"}, {"reduction": "softmax_sum", "mask": "per head"}, {"reduction": "max"},
+        {"softcap": 5.0}, {"sinks": True, "mask": "additive"}, {"all_dims": True}, {"all_dims": True, "mask": "bool"},
+        {"G": 1}, {"G": 7, "n_fac": 17}, {"D": 80, "DV": 96, "W": 20, "L": 70, "n_fac": 30}, {"n_fac": 300},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options(options: dict[str, object]) -> None:
+    check_step(make_case("int8", **options))  # type: ignore[arg-type]
+
+
+@interpreted
+@pytest.mark.parametrize("state", [0.0, -1.0, float("nan"), float("inf"), -50.0, 1e38])
+def test_whatever_the_hint_holds(state: float) -> None:
+    case = make_case("fp32")
+    hint = torch.full((2, 2, 2), state)
+    kept = [check_step(case, hint) for _ in range(4)]
+    assert hint.isfinite().all()
+    assert kept[-1] <= 1.07
+
+
+@interpreted
+def test_equal_keys_are_told_apart_by_index() -> None:
+    from fasa_compile.triton_kernels import sparse_decode
+
+    case = make_case("fp32", L=200, n_fac=32, n_sink=0, n_recent=0)
+    assert case.cache[0] is not None
+    case.k[:] = case.k[:, :, :1]
+    case.cache = (*reference.pack(case.k, *case.cache[2:], "fp32"), *case.cache[2:])  # type: ignore[arg-type]
+    selection: list[tuple[torch.Tensor, torch.Tensor]] = []
+    sparse_decode.sparse_decode(case.q, case.k, case.v, *case.cache, case.norm, selection=selection, **case.how)
+    kept, count = selection[0]
+    for row in range(4):
+        tokens = [t for s in range(kept.shape[1]) for t in kept[row, s, : count[row, s]].tolist()]
+        assert sorted(tokens) == list(range(32))
+
+
+@interpreted
+def test_rows_are_refreshed_before_they_are_scored() -> None:
+    for fmt in ("int4", "fp8"):
+        case = make_case(fmt)
+        data, meta, *_ = case.cache
+        assert data is not None and meta is not None
+        whole = data.clone()
+        slots = torch.tensor([[17], [299]])
+        for b in range(2):
+            bytes_of(data)[b, :, slots[b, 0]] = 0
+        check_step(case, slots=slots)
+        assert torch.equal(bytes_of(data), bytes_of(whole))
+
+
+@interpreted
+@pytest.mark.parametrize("mask", ["", "bool", "additive", "nothing"])
+def test_dense(mask: str) -> None:
+    from fasa_compile.triton_kernels import dense_decode
+
+    case = make_case(mask=mask, D=24, DV=40, L=100)
+    for how in ({}, {"sinks": torch.randn(6), "softcap": 3.0}):
+        got = dense_decode.dense_decode(case.q, case.k, case.v, case.mask, scale=0.3, **how)
+        torch.testing.assert_close(got, reference.dense_decode(case.q, case.k, case.v, case.mask, scale=0.3, **how))
