@@ -243,6 +243,11 @@ def fac_kernel(
     q1, q2 = load_query(q, b, h, stride_qb, stride_qh, stride_qd, G, GP, D, D1, D2, WIDE)
     keys += row * L
     kept += (row * SPLITS + split) * room
+    # The first keys are on their way while the bins are read, and each next tile's while one is looked at.
+    step = tl.arange(0, BLOCK_K)
+    token = dealt_token(step, split, base, SPLITS, 32)
+    x = tl.load(keys + token, mask=(step < share) & (token >= first) & (token < stop), other=-float("inf"))
+
     # The lowest bin that, with all above it, holds n_fac tokens; accepted if that is at most an eighth more.
     origin = tl.load(window + row * 2)
     per_width = tl.load(window + row * 2 + 1)
@@ -283,10 +288,10 @@ def fac_kernel(
     # This program's part of the context: which of its tokens are kept, in order.
     mine = tl.full((), 0, tl.int32)
     for i0 in range(0, share, BLOCK_K):
-        i = i0 + tl.arange(0, BLOCK_K)
-        token = dealt_token(i, split, base, SPLITS, 32)
-        inside = (i < share) & (token >= first) & (token < stop)
-        x = tl.load(keys + token, mask=inside, other=-float("inf"))
+        i = i0 + BLOCK_K + step
+        next_token = dealt_token(i, split, base, SPLITS, 32)
+        inside = (i < share) & (next_token >= first) & (next_token < stop)
+        next_x = tl.load(keys + next_token, mask=inside, other=-float("inf"))
         if by_bin:
             keep = (x > -float("inf")) & (bin_of(x, origin, per_width) >= edge)
         else:
@@ -294,6 +299,8 @@ def fac_kernel(
         flag = keep.to(tl.int32)
         tl.store(kept + mine + tl.cumsum(flag, axis=0) - 1, token, mask=keep)
         mine += tl.sum(flag, axis=0)
+        token = next_token
+        x = next_x
     tl.store(kept_count + row * SPLITS + split, mine)
     tl.debug_barrier()
 
@@ -307,14 +314,14 @@ def fac_kernel(
     lane = tl.arange(0, BLOCK_N)
     for n0 in range(0, mine, BLOCK_N):
         inside = n0 + lane < mine
-        token = tl.load(kept + n0 + lane, mask=inside, other=0).to(tl.int64)
+        chosen = tl.load(kept + n0 + lane, mask=inside, other=0).to(tl.int64)
         valid, bias = head_mask(
-            mask, b, h, token, inside, stride_mb, stride_mh, stride_mt, G, GP,
+            mask, b, h, chosen, inside, stride_mb, stride_mh, stride_mt, G, GP,
             MASK_KIND if PER_HEAD or MASK_KIND == 2 else 0, PER_HEAD,
         )  # fmt: skip
         m_i, l_i, acc = attend_tile(
             q1, q2, m_i, l_i, acc,
-            k + b * stride_kb + h * stride_kh + token * stride_kt, v + b * stride_vb + h * stride_vh + token * stride_vt,
+            k + b * stride_kb + h * stride_kh + chosen * stride_kt, v + b * stride_vb + h * stride_vh + chosen * stride_vt,
             inside, valid, bias, factor, softcap, stride_kd, stride_vd, D, D1, D2, DV, DVP, SOFTCAP,
         )  # fmt: skip
     store_part(out, part, sinks, row, split, SPLITS, h, m_i, l_i, acc, HKV, G, GP, DV, DVP, HAS_SINKS, SPLITS == 1)
