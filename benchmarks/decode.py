@@ -139,9 +139,9 @@ def variant(model: Any, name: str, n_fac: int, layers: int) -> Any:
 
     torch._dynamo.reset()
     if name == "flash":
-        AttentionInterface.register("bench_flash", flash_attention)
-        AttentionMaskInterface.register("bench_flash", lambda *args, **kwargs: None)
-    model.set_attn_implementation("bench_flash" if name == "flash" else "sdpa")
+        AttentionInterface.register("bench_grouped", flash_attention)
+        AttentionMaskInterface.register("bench_grouped", lambda *args, **kwargs: None)
+    model.set_attn_implementation("bench_grouped" if name == "flash" else "sdpa")
     if not name.startswith("fasa"):
         return torch.compile(model, mode="reduce-overhead", dynamic=False)
     _, fmt, n_tip = name.split("-")

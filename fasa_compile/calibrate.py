@@ -138,7 +138,7 @@ def calibrate(
     if own is not None:
         model.forward = _original_forward(model)
     try:
-        watched = torch.compile(model, backend=observer, dynamic=False)
+        watched: Any = torch.compile(model, backend=observer, dynamic=False)
         with torch.no_grad():
             for text in texts:
                 call(watched, text.to(device))

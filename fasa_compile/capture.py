@@ -117,7 +117,7 @@ def has_module(module: torch.nn.Module, path: str) -> bool:
 
 def _plain(value: FunctionalTensor) -> torch.Tensor:
     """The traced tensor behind a functional wrapper, brought up to date with writes through its aliases."""
-    torch._sync(value)
+    torch._sync(value)  # type: ignore[attr-defined]
     return torch._from_functional_tensor(value.elem)
 
 

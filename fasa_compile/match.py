@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 
 from fasa_compile.capture import Shadow
 from fasa_compile.patterns import attention, cache, graph, layout, movement, rope
@@ -30,7 +31,11 @@ from fasa_compile.sites import AttentionSite, Cache, Expr, NoMatch, Rope
 
 
 def match(shadow: Shadow) -> list[AttentionSite | NoMatch]:
-    """Every attention of the graph, matched or not. Raises nothing for a graph it cannot read: that is a ``NoMatch``."""
+    """Every attention of the graph, matched or not: one that cannot be read is a ``NoMatch``.
+
+    Raises ``TensorifyScalarRestartAnalysis`` where a scale is a Python float that Dynamo made a symbol of (``dynamic=True``): the
+    backend lets it pass, and Dynamo traces the graph again with the float as a guarded number.
+    """
     reader = _Reader(shadow)
     found: list[AttentionSite | NoMatch] = []
     for node in shadow.gm.graph.nodes:
@@ -51,6 +56,7 @@ class _Keys:
     size: tuple[int, ...]  # (B, Hq, L, D)
     group: int
     symbolic: frozenset[int]  # the axes of size that are symbols
+    tokens: int  # T
     write: cache.Write | None
     where: cache.Where | None
     part: _Keys | None = (
@@ -78,9 +84,10 @@ class _Reader:
             return self._refuse(node, name, index, error.reason, str(error), trace)
         except Unreadable as error:
             return self._refuse(node, name, index, "failed", str(error), trace)
-        except (
-            Exception
-        ) as error:  # one attention that breaks a reader must not take the others with it: it is reported
+        except TensorifyScalarRestartAnalysis:
+            raise
+        except Exception as error:
+            # One attention that breaks a reader must not take the others with it: it is reported.
             return self._refuse(node, name, index, "failed", f"{type(error).__name__}: {error}", trace)
 
     def _refuse(self, node: fx.Node, name: str, index: int, reason: str, detail: str, trace: list[str]) -> NoMatch:
@@ -214,7 +221,8 @@ class _Reader:
         chain, canonical = self._walk(found.k, size, found.repeat)
         trace.extend(f"keys: {self._line(node)}" for node in chain.nodes)
         group = layout.group_of(chain, canonical, size[1])
-        keys = self._join(chain, canonical, size, group, _symbolic(found.k), self.tables)
+        tokens = layout.size_of(found.q)[2]
+        keys = self._join(_Keys(chain, canonical, size, group, _symbolic(found.k), tokens, None, None), self.tables)
         if keys.write is None:
             for low, high in layout.joined(chain, canonical, self.tables.value):
                 dims = dataclasses.replace(found, k=found.k.then(torch.ops.aten.slice.Tensor, 3, low, high))
@@ -223,20 +231,12 @@ class _Reader:
                     return dataclasses.replace(keys, write=part.write, where=part.where, part=part)
         return keys
 
-    def _join(
-        self,
-        chain: layout.Chain,
-        canonical: Points,
-        size: tuple[int, ...],
-        group: int,
-        symbolic: frozenset[int],
-        tables: Tables,
-    ) -> _Keys:
+    def _join(self, keys: _Keys, tables: Tables) -> _Keys:
         """Reads the node at which the walk ended as a cache write, if it is one."""
-        reader = cache.WRITES.get(graph.name(chain.end))
-        where = layout.dim_of(chain, canonical, size) if reader is not None else None
-        write = reader(chain.end, where, tables.value) if reader is not None and where is not None else None
-        return _Keys(chain, canonical, size, group, symbolic, write, where)
+        reader = cache.WRITES.get(graph.name(keys.chain.end))
+        where = layout.dim_of(keys.chain, keys.canonical, keys.size, keys.tokens) if reader is not None else None
+        write = reader(keys.chain.end, where, tables.value) if reader is not None and where is not None else None
+        return dataclasses.replace(keys, write=write, where=where)
 
     def _values(self, found: Found, size: tuple[int, ...], group: int, held: Any) -> Expr:
         chain, canonical = self._walk(found.v, size, found.repeat)
@@ -350,7 +350,7 @@ class _Reader:
         if t > 1:
             first = self._turns(forms, found, keys, 0, int(rows[0]))
             if rope.moves(here, first, tol):
-                return rope.starts_unturned(here, first, t - 1, largest)
+                return rope.starts_unturned(here, first, t - 1, largest, tol)
         moved_any = False
         tensors = {leaf: value for leaf, value in leaves.items() if isinstance(value, torch.Tensor)}
         numbers = {leaf: value for leaf, value in leaves.items() if leaf not in tensors}
@@ -366,7 +366,7 @@ class _Reader:
                 continue  # an index out of its table, sizes that no longer fit
             moved_any = True
             if rope.moves(here, there, tol):
-                return rope.starts_unturned(here, there, 1, largest)
+                return rope.starts_unturned(here, there, 1, largest, tol)
         # Positions that are literals of the graph cannot be moved; a turn that is not the identity was made by a table then.
         if moved_any or np.abs(here.angles).max() <= 4 * tol:
             raise NotProven("rope-not-proven", "the rotation is the same at every position that was tried")
@@ -375,7 +375,7 @@ class _Reader:
         """The cache write where the graph's inputs have other values."""
         while keys.part is not None:
             keys = keys.part
-        return self._join(keys.chain, keys.canonical, keys.size, keys.group, keys.symbolic, tables)
+        return self._join(keys, tables)
 
     def _positions(self, forms: Forms) -> dict[fx.Node, Any]:
         """Integer inputs that the rotation's tables were computed from, with their example values."""

@@ -38,12 +38,13 @@ class Write:
 
 @dataclass(frozen=True)
 class Where:
-    """Which dim of a write node is L, where row 0 of the canonical L stands in it, and how long L is."""
+    """Which dim of a write node is L, where row 0 of the canonical L stands in it, how long L is, and how many tokens are new."""
 
     dim: int
     offset: int
     batch_dim: int | None
     length: int
+    tokens: int
 
 
 Reader = Callable[[fx.Node, Where, Evaluate], Write | None]
@@ -160,13 +161,31 @@ def _scatter(node: fx.Node, at: Where, evaluate: Evaluate) -> Write | None:
 
 @register("cat", "concat")
 def _cat(node: fx.Node, at: Where, evaluate: Evaluate) -> Write | None:
-    """``k = torch.cat([past_k, k], dim=2)``: HF dynamic cache. The new tokens come last."""
-    tensors = [t for t in graph.args(node)[0] if graph.shape(t) != (0,)]
-    dim = graph.argument(node, 1, "dim", 0) % len(graph.shape(node))
-    if dim != at.dim or len(tensors) != 2:
+    """``k = torch.cat([past_k, k], dim=2)``: HF dynamic cache, the new tokens come last. More pieces may be joined (compressed
+    keys, say): the new tokens are then the one piece of their number that is no input of the graph."""
+    pieces, start = _pieces(node, at.dim), 0
+    if len(pieces) < 2:
         return None
-    new = graph.shape(tensors[1])[dim]
-    return Write("cat", tensors[0], np.arange(at.length - new, at.length), None)
+    found = []
+    for piece in pieces:
+        extent = graph.shape(piece)[at.dim]
+        if extent == at.tokens and piece.op != "placeholder":
+            found.append((piece, start))
+        start += extent
+    if len(pieces) > 2 and len(found) > 1:
+        return None
+    if not found:
+        return None
+    first = found[-1][1] - at.offset
+    old = next(p for p in pieces if p is not found[-1][0])
+    return Write("cat", old, np.arange(first, first + at.tokens), None)
+
+
+def _pieces(node: fx.Node, dim: int) -> list[fx.Node]:
+    """What a cat along ``dim`` joins, cats within it taken apart, empty tensors left out."""
+    if graph.name(node) not in ("cat", "concat") or graph.argument(node, 1, "dim", 0) % len(graph.shape(node)) != dim:
+        return [node] if graph.shape(node) != (0,) and graph.shape(node)[dim] else []
+    return [piece for part in graph.args(node)[0] for piece in _pieces(part, dim)]
 
 
 @register("where")

@@ -129,7 +129,7 @@ def group_of(chain: Chain, canonical: Points, heads: int) -> int:
     return group
 
 
-def dim_of(chain: Chain, canonical: Points, size: Size) -> Where | None:
+def dim_of(chain: Chain, canonical: Points, size: Size, tokens: int) -> Where | None:
     """Where L stands in the node at the end of a walk; None where it is not one dim of it, read in order."""
     points = chain.points[-1]
     along = _line(canonical, 2)
@@ -146,7 +146,7 @@ def dim_of(chain: Chain, canonical: Points, size: Size) -> Where | None:
     if size[0] == 1:
         sizes = graph.shape(chain.end)
         batch_dims = [i for i, s in enumerate(sizes) if s == 1 and i != moving[0]][:1]
-    return Where(moving[0], offset, batch_dims[0] if len(batch_dims) == 1 else None, size[2])
+    return Where(moving[0], offset, batch_dims[0] if len(batch_dims) == 1 else None, size[2], tokens)
 
 
 def joined(chain: Chain, canonical: Points, evaluate: movement.Evaluate) -> list[tuple[int, int]]:

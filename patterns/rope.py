@@ -147,15 +147,16 @@ def moves(before: Turn, after: Turn, tol: float) -> bool:
     return before.pairs == after.pairs and _apart(before.angles, after.angles) > 4 * tol
 
 
-def starts_unturned(here: Turn, there: Turn, steps: int, largest: int) -> None:
+def starts_unturned(here: Turn, there: Turn, steps: int, largest: int, tol: float) -> None:
     """Refuses a turn that is not the identity at position 0, such as one with cos and sin exchanged.
 
     The slowest plane tells: it turns by so little a position that it can have come only so far in ``largest`` positions. (Where
-    it may have come round, nothing is told.) Raises ``NotProven``.
+    it may have come round, nothing is told. In tables of half precision a slow plane may seem to stand still between two
+    positions: what a step is known to is ``tol``.) Raises ``NotProven``.
     """
     step = np.abs((there.angles - here.angles + math.pi) % (2 * math.pi) - math.pi) / steps
     slowest = int(np.argmin(step))
-    far = 2 * step[slowest] * largest + 0.1
+    far = 2 * (step[slowest] + 4 * tol / steps) * largest + 0.1
     if far < 1.0 and abs(here.angles[slowest]) > far:
         raise NotProven(
             "rope-not-proven",

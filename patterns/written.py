@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.symbolic_convert import TensorifyState
 
 from fasa_compile.patterns import graph, movement
 from fasa_compile.patterns.attention import Found, MaskKind, Refused, register
@@ -131,26 +133,29 @@ def _leads(node: fx.Node, tables: Tables, depth: int = 24) -> bool:
 
 
 def constant(x: Any, tables: Tables) -> float:
-    """A factor that is a number of the graph. A Python float that Dynamo traced as a symbol is fixed to its value by a guard,
-    as Dynamo does by default; a tensor of one element counts where it is a buffer."""
+    """A factor that is a number of the graph; a tensor of one element counts where it is a buffer."""
     if isinstance(x, fx.Node):
         value = x.meta.get("val")
         if isinstance(value, torch.SymFloat):
-            return _fixed(x)
+            return _fixed(value)
         if isinstance(value, torch.Tensor) and value.numel() == 1 and not tables.marks.bits.get(x, DATA) & ~INPUT:
             return float(tables.value(x))
         raise Refused("unsupported-value", f"{x.name} is not a constant of the graph")
     return float(x)
 
 
-def _fixed(node: fx.Node) -> float:
-    """The value of a symbolic float, after a guard on each symbol that it is computed from."""
-    sources = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.SymFloat)]
-    if not sources:
-        return float(node.meta["val"])
-    for source in sources:
-        _fixed(source)
-    return float(graph.hint(node.meta["val"]))
+def _fixed(x: torch.SymFloat) -> float:
+    """The number behind a Python float that Dynamo traced as a symbol, which it does with ``dynamic=True``.
+
+    A number in a site has to be a number of the graph. Dynamo is told to take this float as one, guarded, and to trace again:
+    raises ``TensorifyScalarRestartAnalysis``, which a backend must let pass.
+    """
+    symbols = x.node.expr.free_symbols
+    for symbol in symbols:
+        TensorifyState.specialize(str(symbol))
+    if symbols:
+        raise TensorifyScalarRestartAnalysis
+    return float(x)
 
 
 @dataclass

@@ -188,3 +188,22 @@ def test_an_explicit_mask_with_holes_is_obeyed():  # trial B8
     assert difference(outcomes[1], outcomes[0]) <= 1e-4
     assert difference(outcomes[2], outcomes[0]) > 1e-3
     assert fasa_compile.stats()["sparse_steps"] == 2
+
+
+def test_half_precision_tables_far_into_a_long_context():  # trial H9
+    """At position 16,001 a slow plane of a bf16 table does not move between two positions; the rotation is proven all the same."""
+    model = tiny_llama(layers=1, max_position_embeddings=40000).to(torch.bfloat16)
+    cache = cache_for(model, "static", 16400)
+    with torch.no_grad():
+        model(IDS[:1, :4], past_key_values=cache)
+        for layer in cache.layers:
+            layer.keys.normal_()
+            layer.values.normal_()
+            layer.cumulative_length.fill_(16001)
+        token = IDS[:1, :1].clone()
+        dense = model(input_ids=token, past_key_values=cache).logits
+        for layer in cache.layers:
+            layer.cumulative_length.fill_(16001)
+        sparse = compiled(model, llama_profile(1), n_fac=16384)(input_ids=token, past_key_values=cache).logits
+    assert fasa_compile.stats()["sparse_steps"] == 1
+    assert difference(sparse, dense) <= 3e-2 * dense.abs().max().item()

@@ -59,13 +59,15 @@ def test_sparse_is_the_plain_reference(fc_format):
     model = tiny_llama(layers=2).cuda()
     ids = IDS[:, :200].cuda()
     profile = llama_profile(2, fc_format=fc_format)
-    with eager_fasa(model, profile, n_fac=32):
-        reference = decode(model, model, ids, cache_for(model, "static", 256), 12)
-    dense = decode(model, model, ids, cache_for(model, "static", 256), 12)
+    references = []
+    for n_fac in (32, 36):
+        with eager_fasa(model, profile, n_fac=n_fac):
+            references.append(decode(model, model, ids, cache_for(model, "static", 256), 12))
+    reference, more = references
     sparse = decode(model, compiled(model, profile, n_fac=32), ids, cache_for(model, "static", 256), 12)
     assert fasa_compile.stats()["sparse_steps"] == 12
-    # The kernel may keep a few tokens more than the budget (never fewer), which moves the result towards dense attention.
-    assert (sparse - reference).norm() <= 0.25 * (dense - reference).norm()
+    # The kernel may keep up to an eighth more tokens than the budget, never fewer: it may differ by what those change.
+    assert (sparse - reference).norm() <= 1.5 * (more - reference).norm() + 1e-3
 
 
 def test_two_hundred_steps_in_cuda_graphs():
