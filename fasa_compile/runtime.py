@@ -88,6 +88,10 @@ class _Keeper:
         stale = packed is None or packed.key() is not k or packed.data.device != k.device
         if packed is None or stale or packed.data.shape[:3] != canonical.shape[:3]:
             packed = self._allocate(k)
+        if packed.version != _UNTRACKED and not capturing:
+            # K was written by others: what the last step's threshold was says nothing, and a prompt must give the same result
+            # whatever was decoded before it.
+            packed.hint.zero_()
         packed.frozen |= capturing
         c = self.constants
         with torch.no_grad():

@@ -119,12 +119,19 @@ def test_a_user_captured_graph_is_never_stale():  # trial F6
     """Captured by the user, replays do not pass through the runtime: the packed cache is made anew inside the graph."""
     model = tiny_llama(layers=2).cuda()
     ids = IDS[:1, :80].cuda()
-    expected = decode(
-        model, compiled(model, llama_profile(2, fc_format="bf16"), n_fac=40), ids, cache_for(model, "static", 256), 12
-    )
-    step = compiled(model, llama_profile(2, fc_format="bf16"), n_fac=40)
+    profile = llama_profile(2, fc_format="int4")
+    dense = decode(model, model, ids, cache_for(model, "static", 256), 12)
+    runtimes = []
+    backend = fasa_backend(profile, n_fac=100, check_weights=False, strict=True)
+
+    def keep(gm, inputs):
+        runtimes.append(backend(gm, inputs))
+        return runtimes[-1]
+
+    torch._dynamo.reset()
+    step = torch.compile(model, backend=keep)
     cache = cache_for(model, "static", 256)
-    token = torch.zeros((1, 1), dtype=torch.long, device="cuda")
+    token = ids[:, 68:69].clone()
     with torch.no_grad():
         model(ids[:, :68], past_key_values=cache)
         kept = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
@@ -136,20 +143,32 @@ def test_a_user_captured_graph_is_never_stale():  # trial F6
                 layer.cumulative_length.fill_(68)
 
         for _ in range(2):
-            token.copy_(ids[:, 68:69])
             step(input_ids=token, past_key_values=cache)
             rewind()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             logits = step(input_ids=token, past_key_values=cache).logits
-        rewind()
-        out = []
-        for i in range(68, 80):
-            token.copy_(ids[:, i : i + 1])
-            graph.replay()
-            out.append(logits[:, -1].clone())
-    assert difference(torch.stack(out, 1), expected) <= 1e-4
+        for start in ("prompt", "negated prompt"):
+            rewind()
+            if start == "negated prompt":  # a write between replays that no runtime sees
+                cache.layers[0].keys[:, :, :40].mul_(-1)
+            out = []
+            for i in range(68, 80):
+                token.copy_(ids[:, i : i + 1])
+                graph.replay()
+                out.append(logits[:, -1].clone())
+            (runtime,) = runtimes
+            for layer, keeper in zip(cache.layers, runtime._keepers, strict=True):
+                c = keeper.constants
+                data, meta = torch.ops.fasa.pack(
+                    layer.keys, c["dims"], c["centre"], c["spread"], "int4", ops.KERNEL_VERSION
+                )
+                (packed,) = keeper.caches.values()
+                assert torch.equal(packed.data[:, :, :80], data[:, :, :80])
+                assert torch.equal(packed.meta[:, :, :80], meta[:, :, :80])
+            if start == "prompt":
+                assert difference(torch.stack(out, 1), dense) <= 1e-4
 
 
 @pytest.mark.parametrize("attention", [Interleaved, PartialHalfSplit])
