@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import fx
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 
 from fasa_compile.capture import Shadow, capture, has_module, root_module
 from fasa_compile.counters import count, decline
@@ -161,6 +162,8 @@ class FasaBackend:
         try:
             shadow = capture(gm, example_inputs)
             sites = match(shadow)
+        except TensorifyScalarRestartAnalysis:
+            raise  # Dynamo traces again, with a float that a site needs as a number
         except Exception as problem:
             return None, self._untraced(gm, problem)
         self._check_model([s for s in sites if isinstance(s, AttentionSite)])

@@ -59,9 +59,7 @@ class _Keys:
     tokens: int  # T
     write: cache.Write | None
     where: cache.Where | None
-    part: _Keys | None = (
-        None  # of keys that are joined along D (a latent cache): the dims that come straight from a cache
-    )
+    part: _Keys | None = None  # of keys that are joined along D (a latent cache): the dims that a cache holds
 
 
 class _Reader:

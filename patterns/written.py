@@ -137,25 +137,38 @@ def constant(x: Any, tables: Tables) -> float:
     if isinstance(x, fx.Node):
         value = x.meta.get("val")
         if isinstance(value, torch.SymFloat):
-            return _fixed(value)
+            return _fixed(x, tables)
         if isinstance(value, torch.Tensor) and value.numel() == 1 and not tables.marks.bits.get(x, DATA) & ~INPUT:
             return float(tables.value(x))
         raise Refused("unsupported-value", f"{x.name} is not a constant of the graph")
     return float(x)
 
 
-def _fixed(x: torch.SymFloat) -> float:
+def _fixed(node: fx.Node, tables: Tables) -> float:
     """The number behind a Python float that Dynamo traced as a symbol, which it does with ``dynamic=True``.
 
-    A number in a site has to be a number of the graph. Dynamo is told to take this float as one, guarded, and to trace again:
-    raises ``TensorifyScalarRestartAnalysis``, which a backend must let pass.
+    A number in a site has to be a number of the graph. Dynamo is told to take the floats that this one was computed from as
+    such, guarded, and to trace again: raises ``TensorifyScalarRestartAnalysis``, which a backend must let pass. Raises
+    ``Refused`` where that did not help.
     """
-    symbols = x.node.expr.free_symbols
-    for symbol in symbols:
-        TensorifyState.specialize(str(symbol))
-    if symbols:
-        raise TensorifyScalarRestartAnalysis
-    return float(x)
+    shadow = tables.shadow
+    of = dict(zip(shadow.inputs, shadow.dynamo.graph.find_nodes(op="placeholder"), strict=True))
+    names, todo = set(), [node]
+    while todo:
+        head = todo.pop()
+        if head.op != "placeholder":
+            todo.extend(head.all_input_nodes)
+            continue
+        symbol = getattr(of[head].meta.get("example_value"), "item_memo", None)
+        name = getattr(getattr(getattr(symbol, "node", None), "_expr", None), "name", None)
+        if name is None or TensorifyState.should_specialize(name):
+            raise Refused(
+                "unsupported-value", f"{node.name} is a symbol, and Dynamo makes no constant of {of[head].name}"
+            )
+        names.add(name)
+    for name in names:
+        TensorifyState.specialize(name)
+    raise TensorifyScalarRestartAnalysis
 
 
 @dataclass

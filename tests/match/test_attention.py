@@ -27,6 +27,10 @@ from tiny import (
 from torch import nn
 from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
 
+from fasa_compile.capture import capture
+from fasa_compile.match import match
+from fasa_compile.sites import AttentionSite
+
 NEGATIVE = torch.finfo(torch.float32).min
 
 
@@ -352,3 +356,34 @@ class Router(nn.Module):
 
 def test_a_router_is_no_attention():
     assert run_matched(Router(), torch.randn(B, 3, WIDTH)).sites == []
+
+
+class ScaleOfTheModule(nn.Module):
+    """With dynamic=True Dynamo makes a symbol of the float; the site's scale is the number, so it has to be guarded."""
+
+    def __init__(self):
+        super().__init__()
+        self.scaling = 0.3
+
+    def forward(self, q, k, v, pos):
+        return softmax(q @ repeated(k).mT * self.scaling + additive(pos, S), -1) @ repeated(v)
+
+
+def test_a_symbolic_scale_is_guarded():
+    scales = []
+
+    def backend(gm, example_inputs, **_):
+        sites = match(capture(gm, example_inputs))
+        assert all(isinstance(s, AttentionSite) for s in sites), sites
+        scales.extend(s.scale for s in sites)
+        return gm.forward
+
+    torch._dynamo.reset()
+    module = Attention(half_split, Static(), ScaleOfTheModule())
+    compiled = torch.compile(module, backend=backend, dynamic=True)
+    x, pos = torch.randn(B, 1, WIDTH), torch.tensor([9])
+    with torch.no_grad():
+        for scaling in (0.3, 0.3, 0.7):
+            module.attend.scaling = scaling
+            torch.testing.assert_close(compiled(x, pos), module(x, pos))
+    assert scales == pytest.approx([0.3, 0.7])

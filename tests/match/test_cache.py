@@ -419,3 +419,22 @@ def test_widening_cast_is_left_to_the_reader():
     matched = decode(Attention(half_split, HalfPrecision(), sdpa))
     assert matched.value(matched.site.k).dtype == torch.bfloat16 and matched.site.k.steps == ()
     check_numbers(matched)
+
+
+class WithCompressedKeys(Grown):
+    """Sliding keys, then the new ones, then a summary of older ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.summary = nn.Linear(D, D)
+
+    def forward(self, k, v, pos):
+        keys, values = super().forward(k, v, pos)
+        old = self.summary(self.keys[:, :, :3])
+        return torch.cat([keys, old], 2), torch.cat([values, old], 2)
+
+
+def test_new_keys_between_others():
+    matched = decode(Attention(half_split, WithCompressedKeys(), grouped))
+    assert (matched.site.cache.kind, matched.site.shape[4]) == ("dynamic", 13)
+    check_numbers(matched)
