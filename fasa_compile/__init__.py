@@ -17,7 +17,7 @@ from fasa_compile.errors import (
 
 if TYPE_CHECKING:
     from fasa_compile.backend import FasaBackend, explain, fasa_backend
-    from fasa_compile.calibrate import calibrate
+    from fasa_compile.calibration import calibrate
     from fasa_compile.profiles.files import load_profile
     from fasa_compile.profiles.schema import FCProfile
     from fasa_compile.report import Report
@@ -28,7 +28,7 @@ _LAZY = {
     "FasaBackend": "fasa_compile.backend",
     "explain": "fasa_compile.backend",
     "fasa_backend": "fasa_compile.backend",
-    "calibrate": "fasa_compile.calibrate",
+    "calibrate": "fasa_compile.calibration",
     "FCProfile": "fasa_compile.profiles.schema",
     "load_profile": "fasa_compile.profiles.files",
     "Report": "fasa_compile.report",
