@@ -27,8 +27,7 @@ from models import (
 
 import fasa_compile
 from fasa_compile import fasa_backend
-
-from fasa_compile.triton_kernels import ops  # noqa: E402
+from fasa_compile.triton_kernels import ops
 
 pytestmark = pytest.mark.gpu
 IDS = torch.randint(0, 512, (2, 300), generator=torch.Generator().manual_seed(3))
