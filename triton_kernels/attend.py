@@ -28,24 +28,14 @@ def _unordered(i):
 
 
 @triton.jit
-def _count_at_least(keys, level, first, stop, BLOCK: tl.constexpr):
-    """How many keys of a row are at or above ``level``."""
-    n = tl.zeros((BLOCK,), tl.int32)
-    for t0 in range(first, stop, BLOCK):
+def _count_between(keys, lo, hi, first, stop, BLOCK: tl.constexpr):
+    """How many tokens in [first, stop) have keys in [lo, hi]; never those with -inf."""
+    n = tl.full((), 0, tl.int32)
+    for t0 in range(first // 16 * 16, stop, BLOCK):  # aligned, so that keys are read four at a time
         t = t0 + tl.arange(0, BLOCK)
-        n += (tl.load(keys + t, mask=t < stop, other=-float("inf")) >= level).to(tl.int32)
-    return tl.sum(n, axis=0)
-
-
-@triton.jit
-def _count_ties(keys, lo, hi, first, stop, BLOCK: tl.constexpr):
-    """How many tokens in [first, stop) have keys in [lo, hi)."""
-    n = tl.zeros((BLOCK,), tl.int32)
-    for t0 in range(first, stop, BLOCK):
-        t = t0 + tl.arange(0, BLOCK)
-        x = tl.load(keys + t, mask=t < stop, other=-float("inf"))
-        n += ((x >= lo) & (x < hi)).to(tl.int32)
-    return tl.sum(n, axis=0)
+        x = tl.load(keys + t, mask=(t >= first) & (t < stop), other=-float("inf"))
+        n += tl.sum(((x >= lo) & (x <= hi)).to(tl.int32), axis=0)
+    return n
 
 
 @triton.jit
@@ -54,31 +44,29 @@ def find_threshold(keys, n_fac, first, stop, BLOCK: tl.constexpr):
     [lo, hi_level), the tokens before ``below``. At most n_fac / 32 more are taken where that saves steps; equal keys are told
     apart by their index, exactly."""
     INF: tl.constexpr = float("inf")
-    forced = tl.zeros((BLOCK,), tl.int32)
-    valid = tl.zeros((BLOCK,), tl.int32)
-    least = tl.full((BLOCK,), INF, tl.float32)
-    most = tl.full((BLOCK,), -INF, tl.float32)
-    for t0 in range(first, stop, BLOCK):
+    n_hi = tl.full((), 0, tl.int32)  # forced
+    n_lo = tl.full((), 0, tl.int32)  # valid
+    least = tl.full((), INF, tl.float32)
+    most = tl.full((), -INF, tl.float32)
+    for t0 in range(first // 16 * 16, stop, BLOCK):
         t = t0 + tl.arange(0, BLOCK)
-        x = tl.load(keys + t, mask=t < stop, other=-INF)
-        forced += (x == INF).to(tl.int32)
-        valid += (x > -INF).to(tl.int32)
-        least = tl.minimum(least, tl.where(x > -INF, x, INF))
-        most = tl.maximum(most, tl.where(x < INF, x, -INF))
-    n_lo = tl.sum(valid, axis=0)
-    n_hi = tl.sum(forced, axis=0)
+        x = tl.load(keys + t, mask=(t >= first) & (t < stop), other=-INF)
+        n_hi += tl.sum((x == INF).to(tl.int32), axis=0)
+        n_lo += tl.sum((x > -INF).to(tl.int32), axis=0)
+        least = tl.minimum(least, tl.min(tl.where(x > -INF, x, INF), axis=0))
+        most = tl.maximum(most, tl.max(tl.where(x < INF, x, -INF), axis=0))
     want = tl.minimum(n_fac, n_lo)
     enough = want + want // 32
 
     # Invariant: count(keys >= lo) = n_lo > enough, count(keys >= hi) = n_hi < want, until a level is hit or ties remain.
     hi = tl.full((), INF, tl.float32)
-    lo = tl.where(n_hi == want, hi, tl.min(least, axis=0))
+    lo = tl.where(n_hi == want, hi, least)
     n_lo = tl.where(n_hi == want, n_hi, n_lo)
-    middle = tl.max(most, axis=0)
+    middle = most
     searching = n_lo > enough
     turn = tl.full((), 0, tl.int32)
     while searching:
-        n = _count_at_least(keys, middle, first, stop, BLOCK)
+        n = _count_between(keys, middle, INF, first, stop, BLOCK)
         if n >= want:
             lo = middle
             n_lo = n
@@ -111,7 +99,10 @@ def find_threshold(keys, n_fac, first, stop, BLOCK: tl.constexpr):
         below = stop + 0
         while below - below_lo > 1:
             half = (below + below_lo) // 2
-            if _count_ties(keys, lo, hi, first, half, BLOCK) >= need:
+            if (
+                _count_between(keys, lo, INF, first, half, BLOCK) - _count_between(keys, hi, INF, first, half, BLOCK)
+                >= need
+            ):
                 below = half
             else:
                 below_lo = half
@@ -253,7 +244,7 @@ def fac_kernel(
     per_width = tl.load(window + row * 2 + 1)
     number = tl.arange(0, BINS)
     in_bin = tl.load(bins + row * 2 * BINS + number)
-    reach = tl.sum(tl.where(number[None, :] >= number[:, None], in_bin[None, :], 0), axis=1)
+    reach = tl.sum(in_bin, axis=0) - tl.cumsum(in_bin, axis=0) + in_bin  # in this bin or above
     valid_count = stop - first
     if MASK_KIND != 0:
         valid_count = tl.load(bins + row * 2 * BINS + BINS)
@@ -267,7 +258,7 @@ def fac_kernel(
     lo = tl.full((), 0.0, tl.float32)
     below = tl.full((), 0, tl.int32)
     if by_bin == 0:
-        hi_level, lo, below = find_threshold(keys, n_fac, first, stop, BLOCK_K)
+        hi_level, lo, below = find_threshold(keys, n_fac, first, stop, 4 * BLOCK_K)
 
     if HAS_HINT and split == 0:
         # The next window: this threshold in its middle, bins that hold about a thirtieth of n_fac.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -9,6 +12,7 @@ from torch import Tensor
 
 from .attend import attend_tile, head_mask, load_query, merge_kernel, store_part
 from .launch import Device, Mask, device_of, mask_arguments, on_device, power_of_2, split_width
+from .pack import bytes_view, pack_sizes, pack_slots
 from .score import row_bounds
 
 
@@ -18,15 +22,25 @@ def dense_kernel(
     stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_mb, stride_mh, stride_mt, stride_bounds,
     L, scale, softcap,
+    slots, data, meta, dims, centre, spread, stride_slots, n_slots,
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, WIDE: tl.constexpr,
     MASK_KIND: tl.constexpr, PER_HEAD: tl.constexpr, HAS_BOUNDS: tl.constexpr, HAS_SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, COLUMNS: tl.constexpr, META: tl.constexpr,
+    W: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, FMT: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (SPLITS, B * HKV): each program attends to an equal run of the row's valid range."""
+    """Grid (SPLITS, B * HKV): each program attends to an equal run of the row's valid range. With slots there is one program
+    more to a row: it refreshes these rows of the packed FC cache, which nobody reads here but the next step may."""
     split = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     b, h = row // HKV, row % HKV
+    if HAS_SLOTS and split == SPLITS:
+        pack_slots(
+            k + b * stride_kb + h * stride_kh, slots + b * stride_slots, data, meta, dims + h * W, centre + h * W,
+            spread + h * W, row, L, n_slots, stride_kt, stride_kd, COLUMNS, META, W, HALF, HALF_P, FMT, LIMIT,
+        )  # fmt: skip
+        return
     first, stop = row_bounds(bounds, b, stride_bounds, L, HAS_BOUNDS)
     share = tl.cdiv(tl.cdiv(stop - first, SPLITS), BLOCK_N) * BLOCK_N
     begin = first + split * share
@@ -94,6 +108,33 @@ def _splits(rows: int, tokens: int, block: int, device: Device) -> int:
     return max(1, min(wanted, (tokens + 2 * block - 1) // (2 * block), 128))
 
 
+@dataclass(frozen=True)
+class Refresh:
+    """Rows ``slots`` of a packed FC cache that follow the key cache in this step (``pack.pack_rows_``)."""
+
+    slots: Tensor
+    data: Tensor
+    meta: Tensor
+    dims: Tensor
+    centre: Tensor
+    spread: Tensor
+    fmt: str
+
+    def kernel_arguments(self) -> dict[str, Tensor | int | float | str | bool]:
+        return {
+            "slots": self.slots, "data": bytes_view(self.data), "meta": self.meta, "dims": self.dims, "centre": self.centre,
+            "spread": self.spread, "stride_slots": 0 if self.slots.dim() == 1 else self.slots.stride(0),
+            "n_slots": self.slots.shape[-1], "HAS_SLOTS": True, "COLUMNS": self.data.shape[3], "META": self.meta.shape[3],
+            **pack_sizes(self.dims.shape[1], self.fmt),
+        }  # fmt: skip
+
+
+_NO_REFRESH: dict[str, Any] = {
+    "slots": None, "data": None, "meta": None, "dims": None, "centre": None, "spread": None, "stride_slots": 0, "n_slots": 0,
+    "HAS_SLOTS": False, "COLUMNS": 1, "META": 0, **pack_sizes(1, "fp32"),
+}  # fmt: skip
+
+
 def dense_decode(
     q: Tensor,
     k: Tensor,
@@ -104,6 +145,7 @@ def dense_decode(
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    refresh: Refresh | None = None,
 ) -> Tensor:
     """``reference.dense_decode`` as kernels. Without ``bounds`` the whole cache is scanned, masked tokens unread."""
     B, Hq, _, _ = q.shape
@@ -118,10 +160,11 @@ def dense_decode(
         (B * Hkv * splits * (Hq // Hkv) * (DV + 2)) if splits > 1 else 1, dtype=torch.float32, device=q.device
     )
     with on_device(q):
-        dense_kernel[(splits, B * Hkv)](
+        dense_kernel[(splits + (refresh is not None), B * Hkv)](
             q, k, v, m.tensor, bounds, out, part, sinks, *strides_of(q, k, v, m, bounds),
             L, scale, softcap, **sizes, MASK_KIND=m.kind, PER_HEAD=m.per_head, HAS_BOUNDS=bounds is not None,
-            HAS_SINKS=sinks is not None, SOFTCAP=softcap != 0.0, SPLITS=splits, BLOCK_N=block, num_warps=4, num_stages=2,
+            HAS_SINKS=sinks is not None, SOFTCAP=softcap != 0.0, SPLITS=splits, BLOCK_N=block,
+            **(_NO_REFRESH if refresh is None else refresh.kernel_arguments()), num_warps=4, num_stages=2,
         )  # fmt: skip
         if splits > 1:
             merge(part, sinks, out, splits, sizes)

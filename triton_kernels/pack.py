@@ -103,6 +103,21 @@ def pack_tile(
 
 
 @triton.jit
+def pack_slots(
+    k, slots, data, meta, dims, centre, spread, row, L, n_slots, stride_kt, stride_kd,
+    COLUMNS: tl.constexpr, META: tl.constexpr,
+    W: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, FMT: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Packs the tokens in ``slots`` of one row; ``k, slots, dims, centre, spread`` point at the row's own."""
+    for number in range(n_slots):
+        slot = tl.load(slots + number).to(tl.int64) + tl.zeros((1,), tl.int64)
+        pack_tile(
+            k + slot * stride_kt, data + (row * L + slot) * COLUMNS, meta + (row * L + slot) * META, dims, centre, spread,
+            slot >= 0, stride_kd, W, HALF, HALF_P, FMT, LIMIT,
+        )  # fmt: skip
+
+
+@triton.jit
 def pack_kernel(
     k, data, meta, slots, dims, centre, spread,
     stride_kb, stride_kh, stride_kt, stride_kd, stride_slots,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .pack import encode_e4m3, pack_tile, round_half_even, rounded_to
+from .pack import encode_e4m3, pack_slots, round_half_even, rounded_to
 
 
 @triton.jit
@@ -42,14 +42,10 @@ def query_kernel(
     row = tl.program_id(0).to(tl.int64)
     b, h = row // HKV, row % HKV
     if HAS_SLOTS and tl.program_id(1) == 1:
-        for number in range(n_slots):
-            slot = tl.load(slots + b * stride_slots + number).to(tl.int64) + tl.zeros((1,), tl.int64)
-            pack_tile(
-                k + b * stride_kb + h * stride_kh + slot * stride_kt,
-                data + (row * L + slot) * COLUMNS, meta + (row * L + slot) * META,
-                dims + h * W, centre + h * W, spread + h * W, slot >= 0, stride_kd,
-                W, HALF, HALF_P, FMT, LIMIT,
-            )  # fmt: skip
+        pack_slots(
+            k + b * stride_kb + h * stride_kh, slots + b * stride_slots, data, meta, dims + h * W, centre + h * W,
+            spread + h * W, row, L, n_slots, stride_kt, stride_kd, COLUMNS, META, W, HALF, HALF_P, FMT, LIMIT,
+        )  # fmt: skip
         return
     tl.store(bins + row * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
     g = tl.arange(0, GP)

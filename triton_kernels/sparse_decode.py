@@ -9,12 +9,12 @@ from torch import Tensor
 
 from .attend import fac_kernel
 from .bounds import mask_bounds
-from .dense_decode import attend_sizes, dense_decode, merge, strides_of, token_width
+from .dense_decode import Refresh, attend_sizes, dense_decode, merge, strides_of, token_width
 from .formats import INFO, REDUCTIONS, check_format
 from .launch import Device, device_of, mask_arguments, on_device, power_of_2
-from .pack import bytes_view, pack_rows_, pack_sizes
+from .pack import bytes_view, pack_sizes
 from .query import query_kernel
-from .score import tip_kernel
+from .score import BINS, tip_kernel
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,17 @@ def sparse_decode(
             raise ValueError(f"{name} must be contiguous")
     B, Hq, _, D = q.shape
     Hkv, L, DV = k.shape[1], k.shape[2], v.shape[3]
+    dims, centre, spread, norm, sinks, slots = (
+        x if x is None else x.contiguous() for x in (dims, centre, spread, norm, sinks, slots)
+    )
     if n_fac >= L and selection is None:
         # The whole cache is within the budget, whatever is valid in it.
+        refresh = None
         if data is not None and slots is not None:
-            pack_rows_(data, meta, k, slots, dims, centre, spread, fmt)
-        return dense_decode(q, k, v, mask, bounds, scale=scale, softcap=softcap, sinks=sinks)
+            assert meta is not None and dims is not None and centre is not None and spread is not None
+            refresh = Refresh(slots, data, meta, dims, centre, spread, fmt)
+        return dense_decode(q, k, v, mask, bounds, scale=scale, softcap=softcap, sinks=sinks, refresh=refresh)
 
-    dims, centre, spread, norm, sinks = (
-        x if x is None else x.contiguous() for x in (dims, centre, spread, norm, sinks)
-    )
     G, rows = Hq // Hkv, B * Hkv
     device = device_of(q)
     c = config or configuration(rows, L, n_fac, token_width(q, k, v), device)
@@ -114,11 +116,9 @@ def sparse_decode(
 
     engine, GP, block_w = _engine(data, fmt, G, D, reduction, device)
     keys = scratch(rows, L)
-    bins = (
-        torch.zeros((rows, 128), dtype=torch.int32, device=q.device)
-        if data is None
-        else scratch(rows, 128, dtype=torch.int32)
-    )
+    bins = scratch(rows, 2 * BINS.value, dtype=torch.int32)
+    if data is None:  # else the query's kernel clears them
+        bins.zero_()
     window = scratch(rows, 2)
     stats = scratch(rows, c.chunks, GP, 2) if reduction == "softmax_sum" else None
     room = min(n_fac + n_fac // 8, 32 * -(-(-(-L // 32) + 1) // splits))
@@ -145,7 +145,7 @@ def sparse_decode(
                 *strides[:7], 0 if slots is None or slots.dim() == 1 else slots.stride(0),
                 L, 0 if slots is None else slots.shape[-1], scale,
                 HKV=Hkv, G=G, GP=GP, COLUMNS=data.shape[3], META=meta.shape[3], **pack_sizes(dims.shape[1], fmt),
-                HAS_SLOTS=slots is not None, BLOCK_W=block_w, HALVES=halves, BINS=128, num_warps=2,
+                HAS_SLOTS=slots is not None, BLOCK_W=block_w, HALVES=halves, BINS=2 * BINS.value, num_warps=2,
             )  # fmt: skip
         for step in ("stats", "keys-by-stats") if reduction == "softmax_sum" else ("keys",):
             tip_kernel[(c.chunks, rows)](

@@ -32,6 +32,9 @@ def test_kernels_compile(capability: int, fmt: str, mask: torch.dtype | None, mo
             q, kv, kv, data, meta, dims, centre, centre, torch.empty(Hq), m, None, slots, hint, scale=0.1, n_fac=1024,
             n_sink=4, n_recent=16, fmt=fmt, sinks=torch.empty(Hq) if mask is None else None,
         )  # fmt: skip
+        sparse_decode.sparse_decode(
+            q, kv, kv, data, meta, dims, centre, centre, None, m, None, slots, hint, scale=0.1, n_fac=L, fmt=fmt
+        )  # within the budget: dense, and rows refreshed on the way
         dense_decode.dense_decode(q, kv, kv, m, scale=0.1)
         pack.pack(kv, dims, centre, centre, fmt)
         if m is not None:

@@ -141,6 +141,22 @@ def test_rows_are_refreshed_before_they_are_scored() -> None:
 
 
 @interpreted
+def test_rows_are_refreshed_where_the_budget_holds_all() -> None:
+    from fasa_compile.triton_kernels import sparse_decode
+
+    for fmt in ("int4", "fp8"):
+        case = make_case(fmt, n_fac=300)
+        data, meta, *_ = case.cache
+        assert data is not None and meta is not None
+        whole, whole_meta = data.clone(), meta.clone()
+        bytes_of(data)[:, :, 17], bytes_of(meta)[:, :, 17] = 0, 0
+        slots = torch.tensor([17])
+        out = sparse_decode.sparse_decode(case.q, case.k, case.v, *case.cache, None, None, None, slots, **case.how)
+        torch.testing.assert_close(out, reference.dense_decode(case.q, case.k, case.v, scale=case.how["scale"]))
+        assert torch.equal(bytes_of(data), bytes_of(whole)) and torch.equal(bytes_of(meta), bytes_of(whole_meta))
+
+
+@interpreted
 @pytest.mark.parametrize("mask", ["", "bool", "additive", "nothing"])
 def test_dense(mask: str) -> None:
     from fasa_compile.triton_kernels import dense_decode
