@@ -94,7 +94,7 @@ def strides_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bounds: Tensor | Non
     return (q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(), *mask.strides, of_bounds)
 
 
-def merge(part: Tensor, sinks: Tensor | None, out: Tensor, splits: int, sizes: dict[str, int | bool]) -> None:
+def merge(part: Tensor | None, sinks: Tensor | None, out: Tensor, splits: int, sizes: dict[str, int | bool]) -> None:
     B, Hq = out.shape[:2]
     merge_kernel[(B * Hq,)](
         part, sinks, out, splits, HQ=Hq, G=sizes["G"], DV=sizes["DV"], DVP=sizes["DVP"],

@@ -172,7 +172,7 @@ def _launch(
 def pack(k: Tensor, dims: Tensor, centre: Tensor, spread: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
     """``reference.pack`` as a kernel."""
     check_format(fmt)
-    (shape, dtype), (meta_shape, meta_dtype) = fc_cache_spec(*k.shape[:3], dims.shape[1], fmt)
+    (shape, dtype), (meta_shape, meta_dtype) = fc_cache_spec(k.shape[0], k.shape[1], k.shape[2], dims.shape[1], fmt)
     data = torch.empty(shape, dtype=dtype, device=k.device)
     meta = torch.empty(meta_shape, dtype=meta_dtype, device=k.device)
     _launch(data, meta, k, None, dims.contiguous(), centre.contiguous(), spread.contiguous(), fmt)

@@ -140,6 +140,7 @@ def sparse_decode(
     strides = strides_of(q, k, v, m, bounds)
     with on_device(q):
         if data is not None:
+            assert meta is not None and dims is not None
             query_kernel[(rows, 1 if slots is None else 2)](
                 q, k, dims, centre, spread, slots, bytes_view(data), meta, bytes_view(query), factors, sums, bins,
                 *strides[:7], 0 if slots is None or slots.dim() == 1 else slots.stride(0),
