@@ -293,9 +293,9 @@ class _Reader:
         if keys.write is None and keys.chain.end.op == "placeholder":
             return self._ready_made(found, keys, t)
         if keys.write is None and keys.size[2] != t:
-            if graph.name(keys.chain.end) in cache.WRITES:
+            if movement.joins(keys.chain.end):
                 raise Refused(
-                    "unknown-cache-write", f"{self._line(keys.chain.end)} does not join old and new keys along L"
+                    "unknown-cache-write", f"expected old and new keys along L, found {self._line(keys.chain.end)}"
                 )
             raise Refused("cross-attention", f"{t} queries, {keys.size[2]} keys, none of them from a cache")
         rows = keys.write.rows if keys.write is not None else np.arange(keys.size[2])

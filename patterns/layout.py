@@ -161,7 +161,7 @@ def joined(chain: Chain, canonical: Points, evaluate: movement.Evaluate) -> list
         if len(dims) != dims[-1] - dims[0] + 1:
             return []
         ranges.append((int(dims[0]), int(dims[-1]) + 1))
-    return sorted(ranges)
+    return sorted(ranges) if len(ranges) > 1 else []
 
 
 def heads_read(chain: Chain, canonical: Points, heads: int) -> list[int]:

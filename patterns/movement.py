@@ -265,6 +265,12 @@ def partition(node: fx.Node, points: Points, evaluate: Evaluate) -> list[Part] |
     return reader(node, points, evaluate) if reader is not None and graph.is_tensor(node) else None
 
 
+def joins(node: fx.Node) -> bool:
+    """Whether a node puts values of several tensors together, as a cache write does, or may do so (operators outside ATen)."""
+    kind = graph.name(node)
+    return kind in _PARTS or "." in kind
+
+
 def _cat(node: fx.Node, points: Points, evaluate: Evaluate) -> list[Part]:
     tensors = [t for t in graph.args(node)[0] if graph.shape(t) != (0,)]
     dim = _axis(graph.argument(node, 1, "dim", 0), len(points))

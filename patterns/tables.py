@@ -126,6 +126,7 @@ class Tables:
     def __init__(self, shadow: Shadow, marks: Marks, moved: Mapping[fx.Node, Any] | None = None) -> None:
         self.shadow, self.marks = shadow, marks
         self.leaves: set[fx.Node] = set()  # the placeholders that were read
+        self.straight: dict[fx.Node, bool] = {}  # whether a node is a way to attention scores, as far as it was asked
         self._example = dict(zip(shadow.inputs, shadow.example_inputs, strict=True))
         self._moved = dict(moved or {})
         self._known: dict[fx.Node, Any] = {}

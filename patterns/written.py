@@ -17,15 +17,13 @@ from torch._dynamo.symbolic_convert import TensorifyState
 
 from fasa_compile.patterns import graph, movement
 from fasa_compile.patterns.attention import Found, MaskKind, Refused, register
-from fasa_compile.patterns.contraction import Atoms, Dim, Product, of_data, product
+from fasa_compile.patterns.contraction import Atoms, Dim, Product, product
+from fasa_compile.patterns.scores import KEEPS, TURNS, VIEWS, scores, straight, weights
 from fasa_compile.patterns.tables import DATA, INPUT, Tables
 from fasa_compile.sites import Expr
 
 aten = torch.ops.aten
 _HIDDEN = -1e3  # a value that a softmax turns into nothing: -inf, finfo.min, -1e9, -1e4
-_VIEWS = frozenset({"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten"})
-_KEEPS = frozenset({"clone", "alias", "contiguous", "detach", "_to_copy", "to", "type_as", "dropout"})
-_TURNS = frozenset({"transpose", "permute", "swapaxes"})
 
 
 @register("written-out", "softmax", "_softmax", "special_softmax")
@@ -35,101 +33,17 @@ def written_out(node: fx.Node, tables: Tables) -> Found | None:
     None for a softmax that is no attention (a router, a sampler): one whose scores are no product of two tensors that depend
     on the tokens, or whose result is not multiplied with a third.
     """
-    after = _weights(node, tables)
+    after = weights(node, tables)
     if after is None:
         return None
-    before = _scores(graph.args(node)[0], tables)
+    before = scores(graph.args(node)[0], tables)
     if before is None:
         return None
     atoms = Atoms()
-    scores = product(before[-1], atoms)
-    if scores is None:
+    qk = product(before[-1], atoms)
+    if qk is None:
         raise Refused("unknown-attention", f"the product {before[-1].name} could not be read")
-    return _Reading(node, tables, atoms, scores, before, after).found()
-
-
-def _weights(softmax: fx.Node, tables: Tables) -> list[fx.Node] | None:
-    """Nodes from the softmax's first user to the product with the values; None where there is no such product."""
-    todo: list[list[fx.Node]] = [[user] for user in softmax.users]
-    while todo:
-        path = todo.pop(0)
-        head = path[-1]
-        if of_data(head, tables):
-            return path
-        if graph.is_tensor(head) and (
-            graph.name(head) in movement.PULL or graph.name(head) in ("mul", "where", "masked_fill", "div", "add")
-        ):
-            todo.extend([*path, user] for user in head.users if len(path) < 12)
-    return None
-
-
-def _scores(node: fx.Node, tables: Tables) -> list[fx.Node] | None:
-    """Nodes from the softmax's input back to the product of queries and keys.
-
-    None where no product of two tensors that depend on the tokens leads there; raises ``Refused`` where one does, on a way that
-    cannot be read.
-    """
-    path, head = [node], node
-    while not of_data(head, tables):
-        operand = _scored(head, tables)
-        if operand is None:
-            if _leads(head, tables):
-                raise Refused(
-                    "unknown-attention", f"expected scores, found {graph.name(head) or head.op} ({head.name})"
-                )
-            return None
-        head = operand
-        path.append(head)
-    return path
-
-
-def _scored(node: fx.Node, tables: Tables) -> fx.Node | None:
-    """The operand of an elementwise or moving node that holds the scores."""
-    kind = graph.name(node)
-    if kind in ("cat", "concat"):
-        return graph.args(node)[0][0]
-    if kind in _VIEWS | _KEEPS | _TURNS | {"slice", "expand", "tanh", "masked_fill", "neg"}:
-        return graph.args(node)[0] if isinstance(graph.args(node)[0], fx.Node) else None
-    if kind in ("add", "sub", "mul", "div", "where", "true_divide"):
-        operands = [
-            x for x in graph.args(node) if isinstance(x, fx.Node) and graph.is_tensor(x) and _straight(x, tables)
-        ]
-        return operands[0] if len(operands) == 1 else None
-    return None
-
-
-def _straight(node: fx.Node, tables: Tables) -> bool:
-    """Whether one way that can be read leads back to a product of two tensors that depend on the tokens."""
-    head: fx.Node | None = node
-    while head is not None and tables.marks.is_data(head):
-        if of_data(head, tables):
-            return True
-        head = _scored(head, tables)
-    return False
-
-
-def _leads(node: fx.Node, tables: Tables, depth: int = 24) -> bool:
-    """Whether a product of two tensors that depend on the tokens is near, through anything but another product or a softmax."""
-    todo, seen = [(node, 0)], set()
-    while todo:
-        head, at = todo.pop()
-        if head in seen or at > depth or not tables.marks.is_data(head):
-            continue
-        seen.add(head)
-        if of_data(head, tables):
-            return True
-        if graph.name(head) in (
-            "linear",
-            "addmm",
-            "softmax",
-            "_softmax",
-            "scaled_dot_product_attention",
-            "mm",
-            "embedding",
-        ):
-            continue
-        todo.extend((n, at + 1) for n in head.all_input_nodes)
-    return False
+    return _Reading(node, tables, atoms, qk, before, after).found()
 
 
 def constant(x: Any, tables: Tables) -> float:
@@ -223,11 +137,11 @@ class _Reading:
         tanh: float | None = None
         for node, source in zip(reversed(self.before[:-1]), reversed(self.before), strict=False):
             kind = graph.name(node)
-            if kind in _KEEPS:
+            if kind in KEEPS:
                 self._no_dropout(node)
-            elif kind in _VIEWS:
+            elif kind in VIEWS:
                 dims = self._regroup(dims, node)
-            elif kind in _TURNS:
+            elif kind in TURNS:
                 dims = self._turn(dims, node)
             elif kind in ("mul", "div", "true_divide"):
                 by = self._factor(node, source)
@@ -316,7 +230,7 @@ class _Reading:
             raise Refused("unknown-mask", f"a second mask, {mask.name}")
         if factor != 1.0:
             raise Refused("unknown-mask", f"the mask {mask.name} is scaled by {factor}")
-        if _straight(mask, self.tables):
+        if straight(mask, self.tables):
             raise Refused("unknown-attention", f"the scores are a sum of products ({mask.name})")
         self.mask = (mask, dims, kind)
 
@@ -344,11 +258,11 @@ class _Reading:
         self.before_last = self.softmax
         for node in self.after[:-1]:
             kind = graph.name(node)
-            if kind in _KEEPS:
+            if kind in KEEPS:
                 self._no_dropout(node)
-            elif kind in _VIEWS and cut:
+            elif kind in VIEWS and cut:
                 dims = self._regroup(dims, node)
-            elif kind in _TURNS and cut:
+            elif kind in TURNS and cut:
                 dims = self._turn(dims, node)
             elif kind == "slice" and not self._cuts_nothing(node, dims):
                 dim, start, stop, step = movement.span(movement.arguments(node), graph.shape(graph.args(node)[0]))

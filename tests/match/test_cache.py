@@ -438,3 +438,17 @@ def test_new_keys_between_others():
     matched = decode(Attention(half_split, WithCompressedKeys(), grouped))
     assert (matched.site.cache.kind, matched.site.shape[4]) == ("dynamic", 13)
     check_numbers(matched)
+
+
+class JoinedOfSummaries(Grown):
+    """Neither piece holds just the new token."""
+
+    def forward(self, k, v, pos):
+        keys, values = super().forward(k, v, pos)
+        return torch.cat([keys[:, :, :4] * 2, keys[:, :, 4:] * 2], 2), values
+
+
+def test_keys_that_are_joined_in_no_known_way():
+    refused = decode(Attention(half_split, JoinedOfSummaries(), grouped)).refused
+    assert refused.reason == "unknown-cache-write"
+    assert "cat" in refused.detail and "test_cache.py:" in refused.detail

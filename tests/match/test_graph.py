@@ -189,7 +189,7 @@ def test_registered_attention():
 
 
 def test_registered_cache_write():
-    assert decode(Attention(half_split, Rows(), sdpa)).refused.reason == "cross-attention"
+    assert decode(Attention(half_split, Rows(), sdpa)).refused.reason == "unknown-cache-write"
 
     @patterns.register("cache", "tiny-rows", "tiny_match.write_rows")
     def read(node, where, evaluate):
