@@ -1,0 +1,145 @@
+"""How often last step's threshold tells this step's: the kernels' prediction, replayed on a real model's queries and keys.
+
+    python benchmarks/threshold.py --out benchmarks/results/threshold-smollm2.json
+
+SmolLM2-135M reads a text once on the CPU; its rotated queries and keys at consecutive positions are then the steps of a
+generation. What ``fac_kernel`` does with its bins is repeated here step by step, in plain torch. A *search* is a step of one
+row (layer and KV head) where the bins did not tell. The first step of a row always searches and is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+import smollm2
+from fasa_compile.triton_kernels import reference
+
+LOG2E = 1.4426950408889634
+BINS = 128
+FIRST, STEPS, N_FAC, N_TIP = 2048, 96, 256, 16
+
+
+def capture() -> list[tuple[Tensor, Tensor]]:
+    """Rotated ``q [1, Hq, T, D]`` and ``k [1, Hkv, T, D]`` of every layer, T = FIRST + STEPS."""
+    from transformers.models.llama import modeling_llama
+
+    model, tokenizer = smollm2.load(smollm2.fetch())
+    ids = smollm2.windows(tokenizer, FIRST + STEPS, 1)
+    layers: list[tuple[Tensor, Tensor]] = []
+    rotate = modeling_llama.apply_rotary_pos_emb
+
+    def record(*args: Tensor, **kwargs: Tensor) -> tuple[Tensor, Tensor]:
+        layers.append(rotate(*args, **kwargs))
+        return layers[-1]
+
+    modeling_llama.apply_rotary_pos_emb = record
+    try:
+        with torch.no_grad():
+            model(ids, use_cache=False)
+    finally:
+        modeling_llama.apply_rotary_pos_emb = rotate
+    return layers
+
+
+def keys_of_layer(q: Tensor, k: Tensor) -> Tensor:
+    """TIP's keys of the last STEPS positions, base-2 logs: ``[STEPS, Hkv, T]``, -inf for tokens yet to come."""
+    Hq, T, D = q.shape[1:]
+    Hkv = k.shape[1]
+    G = Hq // Hkv
+    # Score variance over the first half ranks the FCs (pairs i, i + D/2), as calibration does.
+    early = slice(0, FIRST)
+    power = q[0, :, early].square().mean(1).view(Hkv, G, D).mean(1) * k[0, :, early].var(1)
+    best = (power[:, : D // 2] + power[:, D // 2 :]).topk(N_TIP, -1).indices
+    dims = torch.cat([best, best + D // 2], -1).int()
+    chosen = k[0].gather(2, dims.long()[:, None].expand(Hkv, T, 2 * N_TIP))[:, early]
+    centre = chosen.mean(1)
+    rms = q[0, :, early].square().mean(1).view(Hkv, G, D).mean(1).gather(1, dims.long()).sqrt()
+    spread = (chosen.std(1) / rms.clamp(min=1e-6)).sqrt().clamp(min=1e-4)
+    packed = reference.pack(k, dims, centre, spread, "int4")
+    how = {"scale": D**-0.5, "n_sink": 4, "n_recent": 16, "fmt": "int4"}
+
+    def keys(position: int, norm: Tensor) -> Tensor:
+        bounds = torch.tensor([[0, position + 1]], dtype=torch.int32)
+        at = slice(position, position + 1)
+        return reference.tip_keys(q[:, :, at], k, *packed, dims, spread, norm, None, bounds, **how)[0]  # type: ignore[arg-type]
+
+    # A head's normaliser: the mean log-sum-exp of its own scores over some earlier positions.
+    norm = torch.zeros(Hq)
+    for head in range(Hq):
+        alone = [FIRST // 2 + 64 * i for i in range(8)]
+        index, h = dims[head // G].long(), head // G
+        x = (k[0, h][:, index] - centre[h]).float()
+        s = torch.stack([(q[0, head, p, index] * x[: p + 1]).sum(-1).mul(D**-0.5).logsumexp(0) for p in alone])
+        norm[head] = s.mean()
+    return torch.stack([keys(FIRST + i, norm) for i in range(STEPS)]) * LOG2E
+
+
+def replay(keys: Tensor) -> tuple[int, list[float], list[float]]:
+    """Steps of one row ``[STEPS, T]``: how many searched, kept tokens over n_fac in the others, threshold moves (nats)."""
+    level, width = 0.0, 0.0625
+    searches, kept, thresholds = 0, [], []
+    for i, key in enumerate(keys):
+        origin = level - 0.5 * BINS * width
+        number = ((key - origin) / width).clamp(max=BINS - 1)
+        counts = torch.bincount(number[number >= 0].int(), minlength=BINS)
+        reach = counts.flip(0).cumsum(0).flip(0)
+        enough = (reach >= N_FAC).nonzero()
+        place = int(enough.max()) if len(enough) else -1
+        found = place >= 0 and int(reach[place]) <= N_FAC + N_FAC // 8
+        threshold = float(key.sort(descending=True).values[N_FAC - 1])
+        thresholds.append(threshold / LOG2E)
+        if i:
+            searches += not found
+            if found:
+                kept.append(int(reach[place]) / N_FAC)
+        cell = int(counts[place]) if place >= 0 else 0
+        inside = 0 <= place < BINS - 1
+        level = origin + (place + 0.5) * width if inside else threshold
+        if inside:
+            width *= 0.25 if cell * 4 > N_FAC else 0.5 if cell * 16 > N_FAC else 2.0 if cell * 80 < N_FAC else 1.0
+        elif not found:
+            width = max(width, 0.0625)
+    moves = [abs(a - b) for a, b in itertools.pairwise(thresholds)]
+    return searches, kept, moves
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the record here (JSON)")
+    options = parser.parse_args()
+    searches, steps, kept, moves = 0, 0, [], []
+    worst: dict[str, float] = {}
+    for number, (q, k) in enumerate(capture()):
+        keys = keys_of_layer(q.float(), k.float())
+        for h in range(keys.shape[1]):
+            s, over, moved = replay(keys[:, h])
+            searches += s
+            steps += len(keys) - 1
+            kept += over
+            moves += moved
+            worst[f"layer {number}, kv head {h}"] = s / (len(keys) - 1)
+    hard = sorted(worst, key=lambda name: -worst[name])[:3]
+    record = {
+        "model": "SmolLM2-135M-Instruct", "n_fac": N_FAC, "n_tip": f"{N_TIP} of 32, int4", "context": FIRST, "row steps": steps,
+        "searches per row step": round(searches / steps, 5),
+        "kept over n_fac, mean": round(sum(kept) / len(kept), 4), "kept over n_fac, largest": round(max(kept), 4),
+        "threshold move, mean nats": round(sum(moves) / len(moves), 4),
+        "threshold move, 99th percentile": round(sorted(moves)[math.floor(0.99 * len(moves))], 3),
+        "rows that search most": {name: round(worst[name], 3) for name in hard},
+    }  # fmt: skip
+    print(json.dumps(record, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
