@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -24,7 +25,7 @@ WHY_DENSE: dict[str, str] = {
     "requires-grad": "gradients are being recorded",
     "dtype": "queries, keys and values are not all float32, float16 or bfloat16 on one device",
     "not-expressible": "a tensor that the rewrite needs is not available where the attention stands",
-    "kernel-failed": "the GPU kernel could not be built or run for these shapes (kept as the detail)",
+    "no-triton": "the GPU kernels need the package triton, which cannot be imported here",
     "capture-failed": "the graph could not be traced functionally (kept as the detail)",
     "rewrite-failed": "rewriting this graph raised an error (kept as the detail); the graph was left untouched",
 }
@@ -92,6 +93,11 @@ def hint(size: Any) -> int:
     return int(size.node.hint or 0)
 
 
+def kernels_missing(device: torch.device) -> bool:
+    """Whether ``device`` needs kernels that cannot be had: CUDA without triton. Elsewhere the reference runs."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is None
+
+
 def _wants_decode(site: AttentionSite) -> bool:
     return is_one(site.shape[3]) and site.cache.kind != "none"
 
@@ -146,6 +152,8 @@ def _decide(site: AttentionSite | NoMatch, policy: Policy, *, grad: bool) -> Dec
     if any(t.dtype not in _FLOATS for t in tensors) or len({t.device for t in tensors}) > 1:
         found = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
         return Decision(site, "dense", "dtype", f"found q, k, v: {found}")
+    if kernels_missing(tensors[1].device):
+        return Decision(site, "dense", "no-triton")
     _, Hq, Hkv, _, L, D, _ = site.shape
     layer: LayerProfile | None = None
     itemsize = tensors[1].dtype.itemsize

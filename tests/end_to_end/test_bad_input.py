@@ -213,6 +213,20 @@ def test_a_failing_stage_leaves_the_model_dense(stage, monkeypatch):  # trial I8
     assert stats["sites"] == sum(stats["declined"].values()) > 0
 
 
+def test_a_gpu_without_triton_stays_dense(monkeypatch):
+    from fasa_compile import plan
+
+    assert not plan.kernels_missing(torch.device("cpu"))
+    monkeypatch.setattr(plan.importlib.util, "find_spec", lambda name: None)
+    assert plan.kernels_missing(torch.device("cuda"))
+    assert not plan.kernels_missing(torch.device("cpu"))
+    monkeypatch.setattr(plan, "kernels_missing", lambda device: True)
+    with pytest.warns(FasaWarning, match="triton"):
+        made, out = first_step(tiny_llama(), llama_profile())
+    assert reasons(made) == {"no-triton"}
+    assert out.isfinite().all()
+
+
 def test_interrupts_are_not_swallowed(monkeypatch):
     from fasa_compile import backend as module
 
