@@ -59,7 +59,7 @@ class _Keys:
     tokens: int  # T
     write: cache.Write | None
     where: cache.Where | None
-    part: _Keys | None = None  # of keys that are joined along D (a latent cache): the dims that a cache holds
+    part: _Keys | None = None  # what a cache holds of keys that are computed at every step (from a latent, say)
 
 
 class _Reader:
@@ -72,6 +72,7 @@ class _Reader:
         self.dynamo = {node.name: node for node in shadow.dynamo.graph.nodes}
         self.runs: Counter[str] = Counter()
         self.twins = _twins(shadow.gm)
+        self.turns: dict[Any, Turn] = {}
 
     def site(self, node: fx.Node, name: str, anchor: attention.Anchor, index: int) -> AttentionSite | NoMatch | None:
         trace: list[str] = []
@@ -227,7 +228,21 @@ class _Reader:
                 part = self._keys(dims, (*size[:3], high - low), trace)
                 if part.write is not None:
                     return dataclasses.replace(keys, write=part.write, where=part.where, part=part)
+            if size[2] != tokens and (part := self._behind(keys)) is not None:
+                trace.extend(f"keys, computed from: {self._line(node)}" for node in part.chain.nodes)
+                return dataclasses.replace(keys, write=part.write, where=part.where, part=part)
         return keys
+
+    def _behind(self, keys: _Keys, depth: int = 12) -> _Keys | None:
+        """The cache write behind keys that are computed from it dim by dim at every step, such as a rotation of cached keys."""
+        for node, points, chosen in layout.operands(keys.chain, keys.canonical, self.marks.is_data, self.tables.value):
+            canonical = tuple(p[chosen] for p in keys.canonical)
+            chain = layout.walk(node, points, self.tables.value)
+            behind = self._join(dataclasses.replace(keys, chain=chain, canonical=canonical), self.tables)
+            found = behind if behind.write is not None else self._behind(behind, depth - 1) if depth else None
+            if found is not None:
+                return found
+        return None
 
     def _join(self, keys: _Keys, tables: Tables) -> _Keys:
         """Reads the node at which the walk ended as a cache write, if it is one."""
@@ -251,8 +266,8 @@ class _Reader:
         """The cache behind the keys: which input it is, and whether the graph writes it again."""
         if keys.write is None or keys.where is None:
             return Cache("none")
-        if keys.part is not None:  # no buffer holds the keys: part of them is computed from the cache at every step
-            return Cache(self._origin(keys.part, output, trace).kind, "latent")
+        if keys.part is not None:  # no buffer holds the keys: some dims are computed from the cache at every step
+            return Cache(self._origin(keys.part, output, trace).kind, "computed")
         name = keys.write.name
         inputs = self.shadow.dynamo.graph.find_nodes(op="placeholder")
         held = {self.shadow.value(p.name, output): i for i, p in enumerate(inputs) if self.shadow.is_written(i)}
@@ -325,13 +340,19 @@ class _Reader:
         points = (*(np.full(d, x, dtype=np.int64) for x in (b, h // repeat, row)), np.arange(d))
         node, inner = layout.follow(expr, points)
         form = forms.of(node, inner)
-        return rope.turn(form, who, rope.tolerance(forms.precision))
+        tol = rope.tolerance(forms.precision)
+        # Heads and layers that are rotated alike differ in their atoms only: what those are does not matter to a turn.
+        key = (form.pattern(), tol)
+        if (turn := self.turns.get(key)) is None:
+            turn = self.turns[key] = rope.turn(form, who, tol)
+        return turn
 
     def _turns(self, forms: Forms, found: Found, keys: _Keys, t: int, row: int, trace: list[str] | None = None) -> Turn:
-        """The turn of queries and keys of new token t, which must agree, in the first and the last head."""
+        """The turn of queries and keys of new token t, which must agree in the heads that are looked at: three of them, and
+        all (of a few) where keys are put together anew at every step."""
         d, heads = keys.size[3], keys.size[1]
         k = None
-        for h in {0, heads - 1}:
+        for h in sorted({0, heads // 2, heads - 1} if keys.part is None else set(range(0, heads, -(-heads // 16)))):
             q = self._turn(forms, found.q, (0, h, t), d, 1, "queries")
             k = self._turn(forms, found.k, (0, h, row), d, found.repeat, "keys")
             if trace is not None:
@@ -357,9 +378,7 @@ class _Reader:
                 continue
             tables = Tables(self.shadow, self.marks, {leaf: value + shift for leaf, value in some.items()})
             try:
-                moved = self._moved(keys, tables)
-                row = int(moved.write.rows[-1]) if moved.write is not None else int(rows[-1])
-                there = self._turns(Forms(tables, forms.through_sums, _splits(moved)), found, keys, t - 1, row)
+                there = self._there(found, keys, forms, here, tables, t, rows, shift)
             except (Unreadable, ValueError, IndexError):
                 continue  # an index out of its table, sizes that no longer fit
             moved_any = True
@@ -368,6 +387,35 @@ class _Reader:
         # Positions that are literals of the graph cannot be moved; a turn that is not the identity was made by a table then.
         if moved_any or np.abs(here.angles).max() <= 4 * tol:
             raise NotProven("rope-not-proven", "the rotation is the same at every position that was tried")
+
+    def _there(
+        self, found: Found, keys: _Keys, forms: Forms, here: Turn, tables: Tables, t: int, rows: np.ndarray, shift: int
+    ) -> Turn:
+        """The turn at a position that is ``shift`` away, with the graph's inputs moved as ``tables`` has them."""
+        moved = self._moved(keys, tables)
+        forms_there = Forms(tables, forms.through_sums, _splits(moved))
+        try:
+            row = int(moved.write.rows[-1]) if moved.write is not None else int(rows[-1])
+            return self._turns(forms_there, found, keys, t - 1, row)
+        except NotProven:
+            if keys.part is None or rows[-1] == 0:
+                raise
+        # Cached keys that are turned at every step stand at the positions of their rows, whatever the queries' position is:
+        # a row before must be turned by as much less as the queries are.
+        d = keys.size[3]
+        q = self._turn(forms_there, found.q, (0, 0, t - 1), d, 1, "queries")
+        k = self._turn(self._cached(keys, forms), found.k, (0, 0, int(rows[-1]) - 1), d, found.repeat, "keys")
+        rope.steps_alike(here, q, k, shift, rope.tolerance(forms.precision))
+        return q
+
+    def _cached(self, keys: _Keys, forms: Forms) -> Forms:
+        """Forms that read what the cache held before as data."""
+        while keys.part is not None:
+            keys = keys.part
+        assert keys.write is not None
+        held = layout.walk(keys.write.old, keys.chain.points[-1], self.tables.value).end
+        marks = mark(self.shadow, frozenset({held}))
+        return Forms(Tables(self.shadow, marks), forms.through_sums, _splits(keys))
 
     def _moved(self, keys: _Keys, tables: Tables) -> _Keys:
         """The cache write where the graph's inputs have other values."""

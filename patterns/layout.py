@@ -164,6 +164,35 @@ def joined(chain: Chain, canonical: Points, evaluate: movement.Evaluate) -> list
     return sorted(ranges) if len(ranges) > 1 else []
 
 
+#: Operators whose result at a point depends on their operands at that point.
+_POINTWISE = frozenset({"add", "sub", "mul", "div", "neg", "addcmul", "view_as_real", "view_as_complex"})
+
+
+def operands(
+    chain: Chain, canonical: Points, is_data: Callable[[fx.Node], bool], evaluate: movement.Evaluate
+) -> list[tuple[fx.Node, Points, np.ndarray]]:
+    """Where the node at the end of a walk reads the elements it computes or joins: (node, points, which of the sample's).
+
+    Of a join along D the part with dim 0, which holds the sample's axes.
+    """
+    node, points = chain.end, chain.points[-1]
+    every = np.ones(len(canonical[0]), dtype=bool)
+    kind = graph.name(node)
+    if kind == "view_as_real":
+        return [(graph.args(node)[0], points[:-1], every)]
+    if kind == "view_as_complex":
+        return [(graph.args(node)[0], (*points, np.zeros_like(points[0])), every)]
+    if kind in _POINTWISE:
+        data = [x for x in graph.inputs(node) if is_data(x)]
+        return [(x, movement.broadcast(points, graph.shape(x)), every) for x in data]
+    origin = int(_line(canonical, 3)[0])
+    for part in movement.partition(node, points, evaluate) or ():
+        chosen = every if part.select is None else part.select
+        if part.node is not None and chosen[origin] and chosen[_line(canonical, 2)].all():
+            return [(part.node, part.points, chosen)]
+    return []
+
+
 def heads_read(chain: Chain, canonical: Points, heads: int) -> list[int]:
     """For each query head the number of the KV head it reads, counted by first appearance."""
     line = _line(canonical, 1)

@@ -147,6 +147,17 @@ def moves(before: Turn, after: Turn, tol: float) -> bool:
     return before.pairs == after.pairs and _apart(before.angles, after.angles) > 4 * tol
 
 
+def steps_alike(here: Turn, ahead: Turn, before: Turn, shift: int, tol: float) -> None:
+    """Queries that moved by ``shift`` positions must have turned by as much as keys turn from one row to the next.
+
+    Raises ``NotProven``.
+    """
+    if not here.pairs == ahead.pairs == before.pairs:
+        raise NotProven("rope-mismatch", "other dims are turned at another position")
+    if _apart(shift * (ahead.angles - here.angles), here.angles - before.angles) > 8 * tol:
+        raise NotProven("rope-mismatch", "queries and keys turn by different angles from one position to the next")
+
+
 def starts_unturned(here: Turn, there: Turn, steps: int, largest: int, tol: float) -> None:
     """Refuses a turn that is not the identity at position 0, such as one with cos and sin exchanged.
 

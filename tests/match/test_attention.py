@@ -130,13 +130,35 @@ def test_dropout_is_refused():
     assert decode(Attention(half_split, Static(), attend)).refused.reason == "dropout"
 
 
-def test_heads_read_out_of_order_are_refused():
+def gathered(x):
+    return x[:, torch.tensor([0, 1, 1, 0])]
+
+
+def joined(x):
+    return torch.cat([x, x.flip(1)], 1)
+
+
+@pytest.mark.parametrize("heads", [gathered, joined])
+def test_heads_out_of_order_are_heads_of_their_own(heads):
+    """Query heads 0 and 3 read KV head 0, heads 1 and 2 read KV head 1: no groups, but four heads made at every step."""
+
     def attend(q, k, v, pos):
-        order = torch.tensor([0, 1, 1, 0])
-        return scaled_dot_product_attention(q, k[:, [0, 1, 1, 0]], v[:, order], attn_mask=visible(pos, S))
+        return scaled_dot_product_attention(q, heads(k), heads(v), attn_mask=visible(pos, S))
+
+    matched = decode(Attention(half_split, Static(), attend))
+    assert (matched.site.cache.write, matched.site.shape[:3]) == ("computed", (B, HQ, HQ))
+    check_numbers(matched)
+
+
+def test_a_head_that_is_not_rotated_is_refused():
+    def attend(q, k, v, pos):
+        plain = torch.roll(k[:, :1], 3, 2)
+        return scaled_dot_product_attention(
+            q, torch.cat([k, plain, k[:, 1:]], 1), repeated(v), attn_mask=visible(pos, S)
+        )
 
     refused = decode(Attention(half_split, Static(), attend)).refused
-    assert refused.reason in ("heads", "cross-attention", "unknown-cache-write")
+    assert refused.reason == "rope-mismatch"
 
 
 def test_keys_reversed_along_the_head_are_refused():

@@ -13,6 +13,7 @@ from tiny import (
     D,
     S,
     Static,
+    angles,
     check_numbers,
     decode,
     half_split,
@@ -20,6 +21,7 @@ from tiny import (
     repeated,
     run_matched,
     sdpa,
+    visible,
 )
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -397,7 +399,7 @@ class Latent(nn.Module):
 def test_latent_cache():
     matched = decode(Latent())
     site = matched.site
-    assert (site.cache.kind, site.cache.write, site.cache.k_input) == ("static", "latent", None)
+    assert (site.cache.kind, site.cache.write, site.cache.k_input) == ("static", "computed", None)
     assert site.rope.pairs == tuple((i, i + D // 2) for i in range(8, 8 + D // 2))
     assert site.shape == (B, HQ, HQ, 1, S, D + 8, D)
     check_numbers(matched)
@@ -452,3 +454,55 @@ def test_keys_that_are_joined_in_no_known_way():
     refused = decode(Attention(half_split, JoinedOfSummaries(), grouped)).refused
     assert refused.reason == "unknown-cache-write"
     assert "cat" in refused.detail and "test_cache.py:" in refused.detail
+
+
+class TurnedLate(nn.Module):
+    """The cache holds keys as they were projected; all of them are turned at every step."""
+
+    def __init__(self, spelling, static):
+        super().__init__()
+        self.spelling = spelling
+        self.cache = Static() if static else Grown()
+        self.q, self.kv = nn.Linear(WIDTH, HQ * D), nn.Linear(WIDTH, 2 * HKV * D)
+
+    def forward(self, x, pos):
+        q = self.q(x).view(B, 1, HQ, D).transpose(1, 2)
+        k, v = self.kv(x).view(B, 1, 2 * HKV, D).transpose(1, 2).chunk(2, 1)
+        keys, values = self.cache(k, v, pos)
+        q, keys = self.spelling(q, pos), self.spelling(keys, torch.arange(keys.shape[2]))
+        return scaled_dot_product_attention(q, repeated(keys), repeated(values), attn_mask=visible(pos, keys.shape[2]))
+
+
+def whole(x, pos):
+    return half_split(x, x, pos)[0]
+
+
+def in_halves(x, pos):
+    a = angles(pos)
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * a.cos() - second * a.sin(), second * a.cos() + first * a.sin()], -1)
+
+
+def as_complex(x, pos):
+    y = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * torch.polar(torch.ones_like(angles(pos)), angles(pos))
+    return torch.view_as_real(y).flatten(-2)
+
+
+@pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
+@pytest.mark.parametrize("spelling", [whole, in_halves, as_complex])
+def test_keys_turned_after_the_cache(spelling, static):
+    matched = decode(TurnedLate(spelling, static))
+    assert (matched.site.cache.kind, matched.site.cache.write) == ("static" if static else "dynamic", "computed")
+    assert matched.site.cache.k_input is None and matched.site.cache.slots is None
+    assert matched.site.rope.kind == ("interleaved" if spelling is as_complex else "half-split")
+    check_numbers(matched)
+
+
+def test_keys_turned_after_the_cache_by_other_positions():
+    class Shifted(TurnedLate):
+        def forward(self, x, pos):
+            spelling = self.spelling
+            self.spelling = lambda y, at: spelling(y, at + 1 if y.shape[2] > 1 else at)
+            return super().forward(x, pos)
+
+    assert decode(Shifted(whole, False)).refused.reason == "rope-mismatch"
