@@ -37,17 +37,34 @@ def _encode(chosen: Tensor, centre: Tensor, spread: Tensor, fmt: str) -> tuple[T
         return x.to(info.dtype), x.new_empty((*x.shape[:-1], 0), dtype=torch.float16)
     zero, top = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     steps = float(2**info.bits - 1)
-    scale = ((top - zero) / steps).to(torch.float16)
-    scale = torch.where(scale == 0, 1.0, scale)
-    zero = zero.to(torch.float16)
     # The codes are taken with the rounded scale and zero, the ones a reader will use.
-    q = ((x - zero.float()) / scale.float()).round().clamp(0.0, steps)
-    meta = torch.cat([scale, zero], dim=-1)
+    scale = rounded_to((top - zero) / steps, torch.float16)
+    scale = torch.where(scale == 0, 1.0, scale)
+    zero = rounded_to(zero, torch.float16)
+    q = ((x - zero) / scale).round().clamp(0.0, steps)
+    meta = torch.cat([scale, zero], dim=-1).to(torch.float16)
     if info.bits == 8:
         return (q - 128.0).to(torch.int8), meta
     q = q.to(torch.uint8)
     half = q.shape[-1] // 2
     return q[..., :half] | (q[..., half:] << 4), meta
+
+
+def rounded_to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Finite fp32 ``x``, in range, rounded to nearest even in a narrower floating ``dtype`` but kept in fp32.
+
+    For fp16 and bf16 by integers: Inductor drops a cast to them and back, and computes on in fp32.
+    """
+    if dtype not in (torch.float16, torch.bfloat16):
+        return x.to(dtype).float()
+    drop = 13 if dtype == torch.float16 else 16  # bits of an fp32 fraction that the narrower one lacks
+    bits = x.view(torch.int32)
+    bits = (bits + ((1 << (drop - 1)) - 1) + ((bits >> drop) & 1)) & -(1 << drop)
+    rounded = bits.view(torch.float32)
+    if dtype == torch.float16:
+        subnormal = (x * 2.0**24).round() * 2.0**-24
+        rounded = torch.where(x.abs() < 2.0**-14, subnormal, rounded)
+    return rounded
 
 
 def unpack(data: Tensor, meta: Tensor, fmt: str) -> Tensor:
@@ -307,7 +324,7 @@ def _tip_scores(qg: Tensor, data: Tensor, meta: Tensor, dims: Tensor, spread: Te
     largest = torch.where(largest == 0, 1.0, largest)
     if not info.bits:
         step = largest / 448.0 if fmt == "fp8" else largest
-        rounded = (y / step).clamp(-info.limit, info.limit).to(info.dtype).float()
+        rounded = rounded_to((y / step).clamp(-info.limit, info.limit), info.dtype)
         return (scale * step) * _matmul(rounded, data)
     step = largest / 127.0
     rounded = (y / step).round().clamp(-127.0, 127.0)

@@ -66,13 +66,41 @@ def test_a_row_packs_alike_alone_and_among_others(fmt: str, inputs: dict[str, Te
 
 @pytest.mark.inductor
 @pytest.mark.slow
-@pytest.mark.parametrize("fmt", ["int4", "fp8"])
+@pytest.mark.parametrize("fmt", ["int4", "int8", "fp8", "bf16"])
 def test_compiled_packing_gives_the_same_bytes(fmt: str, inputs: dict[str, Tensor]) -> None:
-    k = (inputs["k"] * torch.logspace(-4, 3, L)[:, None]).bfloat16()
     arguments = (inputs["dims"], inputs["centre"], inputs["spread"], fmt)
     compiled = torch.compile(reference.pack, fullgraph=True)
-    for ours, theirs in zip(compiled(k, *arguments), reference.pack(k, *arguments), strict=True):
-        assert torch.equal(bytes_of(ours), bytes_of(theirs))
+    for _ in range(20):
+        k = (torch.randn(B, HKV, L, D) * torch.logspace(-4, 3, L)[:, None]).bfloat16()
+        for ours, theirs in zip(compiled(k, *arguments), reference.pack(k, *arguments), strict=True):
+            assert torch.equal(bytes_of(ours), bytes_of(theirs))
+
+
+@pytest.mark.inductor
+@pytest.mark.slow
+@pytest.mark.parametrize("fmt", ["int4", "fp32"])
+def test_compiled_refresh_reads_what_the_cache_stores(fmt: str, inputs: dict[str, Tensor]) -> None:
+    arguments = (inputs["dims"], inputs["centre"], inputs["spread"], fmt)
+
+    def write(k: Tensor, data: Tensor, meta: Tensor, fresh: Tensor, angle: Tensor, slots: Tensor) -> None:
+        turned = fresh * angle.cos() + fresh.flip(-1) * angle.sin()  # in fp32, and rounded to bf16 by the cache alone
+        k.index_copy_(2, slots, turned.to(k.dtype))
+        reference.pack_rows_(data, meta, k, slots, *arguments)
+
+    compiled = torch.compile(write, fullgraph=True)
+    k = inputs["k"].bfloat16().contiguous()
+    data, meta = reference.pack(k, *arguments)
+    for t in range(20):
+        compiled(k, data, meta, torch.randn(B, HKV, 1, D), torch.randn(D), torch.tensor([t]))
+        for stored, expected in zip((data, meta), reference.pack(k, *arguments), strict=True):
+            assert torch.equal(bytes_of(stored), bytes_of(expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+def test_rounding_is_the_casts(dtype: torch.dtype) -> None:
+    x = torch.cat([torch.randn(20000) * scale for scale in (1e-8, 1e-6, 1e-4, 1e-2, 1.0, 100.0)]).clamp(-448, 448)
+    x = torch.cat([x, torch.tensor([0.0, -0.0, 2.0**-14, 2.0**-24, 2.0**-25, 1.0009765625, 448.0])])
+    assert torch.equal(reference.rounded_to(x, dtype), x.to(dtype).float())
 
 
 @pytest.mark.parametrize(
