@@ -217,9 +217,10 @@ def test_a_gpu_without_triton_stays_dense(monkeypatch):
     from fasa_compile import plan
 
     assert not plan.kernels_missing(torch.device("cpu"))
-    monkeypatch.setattr(plan.importlib.util, "find_spec", lambda name: None)
-    assert plan.kernels_missing(torch.device("cuda"))
-    assert not plan.kernels_missing(torch.device("cpu"))
+    with monkeypatch.context() as patch:
+        patch.setattr(plan.importlib.util, "find_spec", lambda name: None)
+        assert plan.kernels_missing(torch.device("cuda"))
+        assert not plan.kernels_missing(torch.device("cpu"))
     monkeypatch.setattr(plan, "kernels_missing", lambda device: True)
     with pytest.warns(FasaWarning, match="triton"):
         made, out = first_step(tiny_llama(), llama_profile())
