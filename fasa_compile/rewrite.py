@@ -29,7 +29,8 @@ class NotExpressible(Exception):
     """A value of the shadow cannot be written as nodes of the Dynamo graph at the place where it is needed."""
 
 
-#: Extra inputs that hold state: the packed FC cache, and on a GPU the kernel's memory of its last threshold.
+#: Extra inputs that hold state: the packed FC cache where it is kept, and on a GPU the kernel's memory of its last threshold,
+#: which changes its speed and never which tokens it must select.
 STATE_ROLES = ("data", "meta", "hint")
 
 
@@ -176,6 +177,11 @@ def _fake(shadow: Shadow, shape: tuple[Any, ...], dtype: torch.dtype, device: to
         return torch.empty(shape, dtype=dtype, device=device)
 
 
+def uses_kernels(device: torch.device) -> bool:
+    """Whether a site's decode becomes a custom operator with Triton kernels; else it is the reference, traced."""
+    return device.type == "cuda"
+
+
 def _extra_inputs(shadow: Shadow, decision: Decision) -> list[ExtraInput]:
     site, layer = decision.site, decision.profile
     assert isinstance(site, AttentionSite)
@@ -194,11 +200,14 @@ def _extra_inputs(shadow: Shadow, decision: Decision) -> list[ExtraInput]:
         constant("spread", (Hkv, width), torch.float32),
         constant("norm", (Hq,), torch.float32),
     ]
-    if decision.state == "packed":
-        state = (*fc_cache_spec(B, Hkv, L, width, decision.fc_format), ops.sparse_decode_state(B, Hkv))
-        for role, (shape, dtype) in zip(STATE_ROLES, state, strict=True):
-            if role != "hint" or key.device.type == "cuda":
-                extra.append(constant(role, shape, dtype))
+    state = (*fc_cache_spec(B, Hkv, L, width, decision.fc_format), ops.sparse_decode_state(B, Hkv))
+    for role, (shape, dtype) in zip(STATE_ROLES, state, strict=True):
+        if role == "hint":
+            wanted = uses_kernels(key.device) and (decision.state == "packed" or all(isinstance(n, int) for n in shape))
+        else:
+            wanted = decision.state == "packed"
+        if wanted:
+            extra.append(constant(role, shape, dtype))
     return extra
 
 
@@ -206,7 +215,7 @@ def _emit_site(emit: Emitter, decision: Decision, inputs: dict[str, fx.Node], bo
     site, budget, layer = decision.site, decision.budget, decision.profile
     assert isinstance(site, AttentionSite) and budget is not None
     at = site.output
-    kernels = _Kernels(emit, at, gpu=site.k.node.meta["val"].device.type == "cuda")
+    kernels = _Kernels(emit, at, gpu=uses_kernels(site.k.node.meta["val"].device))
     q = emit.expr(site.q, at)
     k = emit.expr(site.k, at, views_only=True)
     v = emit.expr(site.v, at, views_only=True)

@@ -123,7 +123,9 @@ class Runtime:
         for position, item in enumerate(extra):
             decision, site = item.decision, item.decision.site
             assert isinstance(site, AttentionSite)
-            if item.role in STATE_ROLES:
+            if item.role in STATE_ROLES and decision.state != "packed":
+                self._fixed.append(torch.zeros(item.fake.shape, dtype=item.fake.dtype, device=item.fake.device))
+            elif item.role in STATE_ROLES:
                 if item.role == "data":
                     assert site.cache.k_input is not None
                     self._keepers.append(_Keeper(decision, constants[site.index], site.cache.k_input))

@@ -207,3 +207,19 @@ def test_half_precision_tables_far_into_a_long_context():  # trial H9
         sparse = compiled(model, llama_profile(1), n_fac=16384)(input_ids=token, past_key_values=cache).logits
     assert fasa_compile.stats()["sparse_steps"] == 1
     assert difference(sparse, dense) <= 3e-2 * dense.abs().max().item()
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_the_operators_are_wired_as_the_traced_reference_is(kind, inner, monkeypatch):
+    """On a GPU the graph calls custom operators. They exist on the CPU too, so their place in the graph is tested here."""
+    from fasa_compile import rewrite
+
+    model = tiny_llama(layers=2)
+    profile = llama_profile(2, fc_format="int4")
+    expected = decode(model, compiled(model, profile), IDS, cache_for(model, kind), 8)
+    fasa_compile.reset_stats()
+    monkeypatch.setattr(rewrite, "uses_kernels", lambda device: True)
+    found = decode(model, compiled(model, profile, inner=inner), IDS, cache_for(model, kind), 8)
+    assert fasa_compile.stats()["sparse_steps"] == 8
+    assert difference(found, expected) <= 1e-5
