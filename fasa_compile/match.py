@@ -69,6 +69,7 @@ class _Reader:
         self.shadow = shadow
         self.marks: Marks = mark(shadow)
         self.tables = Tables(shadow, self.marks)
+        self.data_inputs: frozenset[fx.Node] = frozenset()
         self.dynamo = {node.name: node for node in shadow.dynamo.graph.nodes}
         self.runs: Counter[str] = Counter()
         self.twins = _twins(shadow.gm)
@@ -78,6 +79,8 @@ class _Reader:
         trace: list[str] = []
         try:
             found = anchor(node, self.tables)
+            if found is not None:
+                self._take_as_data(found)
             return self._read(found, index, trace) if found is not None else None
         except (Refused, NotProven) as error:
             return self._refuse(node, name, index, error.reason, str(error), trace)
@@ -88,6 +91,26 @@ class _Reader:
         except Exception as error:
             # One attention that breaks a reader must not take the others with it: it is reported.
             return self._refuse(node, name, index, "failed", f"{type(error).__name__}: {error}", trace)
+
+    def _take_as_data(self, found: Found) -> None:
+        """Queries and new keys that were projected in another graph arrive as inputs: of the size of a projection's result."""
+        b, hq, t, d = layout.size_of(found.q)
+        sizes = {b * h * t * d for h in range(1, hq + 1) if hq % h == 0 and b * h > 1}  # a table of angles has t * d
+        inputs = set()
+        for root in (found.q.node, found.k.node):
+            todo, seen = [] if self.marks.is_data(root) else [root], set()
+            while todo:
+                node = todo.pop()
+                if node in seen:
+                    continue
+                seen.add(node)
+                todo.extend(node.all_input_nodes)
+                if node.op == "placeholder" and self.marks.is_input(node) and int(np.prod(graph.shape(node))) in sizes:
+                    inputs.add(node)
+        if inputs:
+            self.data_inputs |= inputs
+            self.marks = mark(self.shadow, self.data_inputs)
+            self.tables = Tables(self.shadow, self.marks)
 
     def _refuse(self, node: fx.Node, name: str, index: int, reason: str, detail: str, trace: list[str]) -> NoMatch:
         layer, source = self._place(self.shadow.origin.get(node, ""))
@@ -228,9 +251,10 @@ class _Reader:
                 part = self._keys(dims, (*size[:3], high - low), trace)
                 if part.write is not None:
                     return dataclasses.replace(keys, write=part.write, where=part.where, part=part)
-            if size[2] != tokens and (part := self._behind(keys)) is not None:
-                trace.extend(f"keys, computed from: {self._line(node)}" for node in part.chain.nodes)
-                return dataclasses.replace(keys, write=part.write, where=part.where, part=part)
+            behind = self._behind(keys) if size[2] != tokens else None
+            if behind is not None:
+                trace.extend(f"keys, computed from: {self._line(node)}" for node in behind.chain.nodes)
+                return dataclasses.replace(keys, write=behind.write, where=behind.where, part=behind)
         return keys
 
     def _behind(self, keys: _Keys, depth: int = 12) -> _Keys | None:
@@ -414,7 +438,7 @@ class _Reader:
             keys = keys.part
         assert keys.write is not None
         held = layout.walk(keys.write.old, keys.chain.points[-1], self.tables.value).end
-        marks = mark(self.shadow, frozenset({held}))
+        marks = mark(self.shadow, self.data_inputs | {held})
         return Forms(Tables(self.shadow, marks), forms.through_sums, _splits(keys))
 
     def _moved(self, keys: _Keys, tables: Tables) -> _Keys:
@@ -471,8 +495,8 @@ def _symbolic(expr: Expr) -> frozenset[int]:
     return frozenset(i for i, s in enumerate(layout.symbolic_size(expr)) if not isinstance(s, int))
 
 
-#: What Dynamo puts before the path of a module: ``L['self']``, ``L['args'][0]``, ``L['fn']._modules['x']``.
-_ROOT = re.compile(r"^L\['\w+'\](\[\d+\])?")
+#: What Dynamo puts before the path of a module: ``L['self']``, ``L['args'][0]``, ``G['model']``.
+_ROOT = re.compile(r"^[LG]\['\w+'\](\[\d+\])?")
 
 
 def layer_of(node: fx.Node) -> str:

@@ -86,6 +86,29 @@ def test_queries_that_arrive_ready_made():
     assert run_matched(Alone(), q, k, k.clone()).refused.reason in ("cross-attention", "incomplete-pattern", "no-rope")
 
 
+class ProjectedElsewhere(nn.Module):
+    """What is left of an attention when the graph was cut between the projections and the rotation."""
+
+    def __init__(self):
+        super().__init__()
+        self.cache = Static()
+
+    def forward(self, q, k, v, cos, sin, pos):
+        def turn(x):
+            return x * cos + torch.cat([-x[..., D // 2 :], x[..., : D // 2]], -1) * sin
+
+        k, v = self.cache(turn(k.view(B, 1, HKV, D).transpose(1, 2)), v.view(B, 1, HKV, D).transpose(1, 2), pos)
+        return sdpa(turn(q.view(B, 1, HQ, D).transpose(1, 2)), k, v, pos)
+
+
+def test_projections_in_another_graph():
+    q, k, v = torch.randn(B, 1, HQ * D), torch.randn(B, 1, HKV * D), torch.randn(B, 1, HKV * D)
+    angle = 9 * 10000.0 ** (-torch.arange(0, D, 2).float() / D).repeat(2)[None]
+    matched = run_matched(ProjectedElsewhere(), q, k, v, angle.cos(), angle.sin(), torch.tensor([9]))
+    assert matched.site.rope.kind == "half-split"
+    check_numbers(matched)
+
+
 def test_a_graph_without_attention():
     assert run_matched(nn.Linear(4, 4), torch.randn(2, 4)).sites == []
 
