@@ -46,6 +46,7 @@ class Architecture:
     sites: int
     config: dict[str, Any]
     attention: str | None = None  # the implementation asked of transformers; None: its default
+    kinds: tuple[str, ...] = ("static", "dynamic")
 
 
 SAMPLE = [
@@ -59,7 +60,7 @@ SAMPLE = [
     Architecture("glm", 2, {**GROUPED, "head_dim": 16}),
     Architecture("cohere", 2, GROUPED),
     Architecture("nanochat", 2, GROUPED),
-    Architecture("jetmoe", 2, {"num_key_value_heads": 2, "kv_channels": 16, "num_local_experts": 4}),
+    Architecture("jetmoe", 2, {"num_key_value_heads": 2, "kv_channels": 16, "num_local_experts": 4}, kinds=("static",)),
     Architecture("smollm3", 1, {**GROUPED, "no_rope_layers": [1, 0]}),
     Architecture("deepseek_v3", 2, {**LATENT, **EXPERTS, "first_k_dense_replace": 1}),
     Architecture(
