@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from os import PathLike
 from typing import Any, Literal
 
@@ -14,7 +16,7 @@ import torch
 from torch import fx
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 
-from fasa_compile.capture import Shadow, capture, has_module, root_module
+from fasa_compile.capture import Shadow, capture, has_module, pin_root_module, root_module
 from fasa_compile.counters import count, decline
 from fasa_compile.errors import FasaError, FasaWarning, NoSitesError, ProfileError
 from fasa_compile.fingerprint import same_weights, weights_fingerprint
@@ -97,6 +99,31 @@ def _decodes(nodes: Sequence[fx.Node]) -> bool:
     return False
 
 
+def _without_aliases(site: AttentionSite | NoMatch, shadow: Shadow) -> AttentionSite | NoMatch:
+    """The site, counted as written again where another written input shares its K buffer's memory."""
+    if not isinstance(site, AttentionSite) or site.cache.k_input is None:
+        return site
+    if not shadow.overlaps_a_written_input(site.cache.k_input):
+        return site
+    return replace(site, cache=replace(site.cache, rewritten_later=True))
+
+
+def _autocasts(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """Whether autocast is on around the graph, or turned on inside it."""
+    devices = {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}
+    if any(torch.is_autocast_enabled(d) for d in devices if torch.amp.is_autocast_available(d)):
+        return True
+    return any("enter_autocast" in str(node.target) for node in gm.graph.nodes)
+
+
+def _wrapper(profile: FCProfile, sites: Sequence[AttentionSite]) -> str:
+    """What a wrapper puts before the profile's module paths: the one prefix under which all sites have an entry, or ""."""
+    first = sites[0].layer
+    prefixes = {first[: -len(p.layer)] for p in profile.layers if first.endswith(f".{p.layer}")}
+    fitting = [p for p in prefixes if all(profile.by_layer(s.layer.removeprefix(p)) for s in sites)]
+    return fitting[0] if len(fitting) == 1 else ""
+
+
 class FasaBackend:
     """A ``torch.compile`` backend made by ``fasa_backend``; callable, and its own copy when copied.
 
@@ -132,7 +159,6 @@ class FasaBackend:
         mode: str | None = None,
         options: dict[str, Any] | None = None,
     ) -> Callable[..., Any]:
-        count("graphs")
         inner = _inner_compiler(self.inner, mode, options)
         nodes = _attention_nodes(gm)
         if not nodes:
@@ -154,8 +180,8 @@ class FasaBackend:
                 planned = self._give_up(planned, "rewrite-failed", problem)
                 rewritten = None
         self._note(planned, decode=planned.decode or _decodes(nodes))
-        if rewritten is not None and compiled is not None:
-            return Runtime(compiled, rewritten.extra)
+        if shadow is not None and rewritten is not None and compiled is not None:
+            return Runtime(compiled, rewritten.extra, sorted(shadow.relied), example_inputs)
         return counted(inner(gm, example_inputs), "dense_steps")
 
     def _plan(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Shadow | None, Plan]:
@@ -166,24 +192,35 @@ class FasaBackend:
             raise  # Dynamo traces again, with a float that a site needs as a number
         except Exception as problem:
             return None, self._untraced(gm, problem)
-        self._check_model([s for s in sites if isinstance(s, AttentionSite)])
-        return shadow, plan(sites, self.policy, grad=_records_gradients(example_inputs))
+        sites = [_without_aliases(site, shadow) for site in sites]
+        prefix = self._check_model([s for s in sites if isinstance(s, AttentionSite)])
+        grad, autocast = _records_gradients(example_inputs), _autocasts(gm, example_inputs)
+        return shadow, plan(sites, self.policy, grad=grad, autocast=autocast, prefix=prefix)
 
-    def _check_model(self, sites: Sequence[AttentionSite]) -> None:
-        """Raise ``ProfileError`` where the model as a whole is not the one that the profile was made for. Once per model."""
+    def _check_model(self, sites: Sequence[AttentionSite]) -> str:
+        """Raise ``ProfileError`` where the model as a whole is not the one that the profile was made for. Once per model.
+
+        Returns what stands before the profile's module paths in this frame's: "" or a wrapper's path and a dot.
+        """
         profile = self.policy.profile
-        if profile == "all" or not any(profile.by_layer(site.layer) for site in sites):
-            return
+        if profile == "all" or not sites:
+            return ""
+        prefix = _wrapper(profile, sites)
+        if not any(self.policy.layer(site.layer, prefix) for site in sites):
+            return ""
         root = root_module([site.layer for site in sites])
-        if root is None or root in self._checked:
-            return
-        missing = [p.layer for p in profile.layers if not has_module(root, p.layer)]
+        if root is None:
+            return prefix
+        pin_root_module(root)
+        if root in self._checked:
+            return prefix
+        missing = [p.layer for p in profile.layers if not has_module(root, prefix + p.layer)]
         if missing:
             raise ProfileError(
                 f"the profile has {len(profile.layers)} layers, and {len(missing)} of them are not in {type(root).__name__}, "
                 f"{missing[0]!r} first: it belongs to another model; calibrate one for this model"
             )
-        found = weights_fingerprint(root)
+        found = weights_fingerprint(root.get_submodule(prefix.rstrip(".")))
         if self.check_weights and not same_weights(profile.model.weights_hash, found):
             raise ProfileError(
                 f"the profile was made for other weights: its fingerprint is {profile.model.weights_hash} "
@@ -191,6 +228,7 @@ class FasaBackend:
                 "or pass check_weights=False to use it on purpose (fine-tuned, adapted or quantised weights)"
             )
         self._checked.add(root)
+        return prefix
 
     def _untraced(self, gm: fx.GraphModule, problem: Exception) -> Plan:
         self._fall_back("a graph could not be read; it runs as it was", problem)
@@ -244,6 +282,7 @@ class FasaBackend:
             self._warn(message)
 
     def _record(self, kind: str, decisions: tuple[Decision, ...] = (), note: str = "") -> None:
+        count("graphs")
         self.graphs.append(GraphRecord(len(self.graphs), kind, decisions, note))
 
     def _warn(self, message: str) -> None:
@@ -264,6 +303,8 @@ def _warn_unused() -> None:
     for backend in _live:
         if not backend.graphs:
             log.warning("a fasa backend was made and never called. %s", backend.explain())
+        elif not backend.saw_decode:
+            log.warning("a fasa backend was made and saw no decode step with a cache. %s", backend.explain())
 
 
 def fasa_backend(
@@ -324,6 +365,17 @@ def fasa(
     if key not in _named:
         _named[key] = fasa_backend(profile, **mine)
     return _named[key](gm, example_inputs, mode=mode, options=given or None)
+
+
+def _identity(profile: Any) -> Any:
+    """What tells one profile from another: a file that was written anew is another profile."""
+    if isinstance(profile, FCProfile):
+        return id(profile)
+    try:
+        state = os.stat(profile)
+    except OSError:  # "all", or the name of a shipped profile
+        return str(profile)
+    return os.path.realpath(profile), state.st_mtime_ns, state.st_size
 
 
 _named: dict[Any, FasaBackend] = {}

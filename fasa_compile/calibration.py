@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from fasa_compile.calibration_stats import LayerStats
 from fasa_compile.capture import capture
-from fasa_compile.errors import CalibrationError
+from fasa_compile.errors import CalibrationError, FasaWarning
 from fasa_compile.fingerprint import data_fingerprint, weights_fingerprint
 from fasa_compile.match import match
 from fasa_compile.profiles.schema import Budget, FCProfile, LayerProfile, ModelFacts
@@ -24,6 +26,7 @@ class _Observer:
 
     def __init__(self, texts: int, show: bool) -> None:
         self.stats: dict[str, LayerStats] = {}
+        self.calls: Counter[str] = Counter()
         self.refused: list[NoMatch] = []
         self.texts = texts
         self.bar = _bar(show)
@@ -48,6 +51,7 @@ class _Observer:
     def record(self, site: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None) -> None:
         if site.layer not in self.stats:
             self.stats[site.layer] = LayerStats(q.shape[1], k.shape[1], q.shape[3], site.rope, q.device, site.layer)
+        self.calls[site.layer] += 1
         with torch.no_grad():
             for row in range(q.shape[0]):
                 mine = None if mask is None else mask[row if mask.shape[0] > 1 else 0]
@@ -139,9 +143,18 @@ def calibrate(
         model.forward = _original_forward(model)
     try:
         watched: Any = torch.compile(model, backend=observer, dynamic=False)
-        with torch.no_grad():
-            for text in texts:
+        # Dynamo counts compilations by code, over all backends: past its limit it would run the model unseen.
+        limit = 64 + len(texts)
+        with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=8 * limit):
+            for i, text in enumerate(texts):
+                seen = dict(observer.calls)
                 call(watched, text.to(device))
+                unseen = [name for name in observer.calls if i and observer.calls[name] == seen.get(name, 0)]
+                if unseen:
+                    raise CalibrationError(
+                        f"text {i} did not reach {len(unseen)} attention layers, {unseen[0]!r} first: the model ran uncompiled "
+                        "(Dynamo's recompile limit?) or skipped them. Calibrate in a fresh process, or on fewer texts"
+                    )
     finally:
         if own is not None:
             model.forward = own
@@ -151,6 +164,12 @@ def calibrate(
         reasons = sorted({f"{s.layer or 'attention'} at {s.source}: {s.reason}" for s in observer.refused})
         found = "; ".join(reasons[:4]) if reasons else "the traced graphs hold no attention"
         raise CalibrationError(f"nothing to calibrate: no attention with a proven rotary embedding ({found})")
+    unread = sorted({s.layer for s in observer.refused if s.layer and s.reason != "no-rope"} - set(observer.stats))
+    if unread:
+        because = "; ".join(sorted({f"{s.layer}: {s.reason}" for s in observer.refused if s.layer in unread})[:4])
+        warnings.warn(
+            f"calibration could not read {len(unread)} layers, which stay dense ({because})", FasaWarning, stacklevel=2
+        )
     layers: list[LayerProfile] = []
     for name, stats in observer.stats.items():
         count = n_tip if n_tip is not None else max(1, len(stats.rope.pairs) // 2)
@@ -161,7 +180,7 @@ def calibrate(
         fc_format=fc_format,
         reduction=reduction,
         method=method,
-        model=ModelFacts(type(model).__name__, weights_fingerprint(model), len(layers), {}),
+        model=ModelFacts(type(model).__name__, weights_fingerprint(model), len(layers), {"uncalibrated": unread}),
         data={
             "tokens": sum(t.numel() for t in texts),
             "lengths": sorted({t.shape[1] for t in texts}),

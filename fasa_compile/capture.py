@@ -43,6 +43,7 @@ class Shadow:
     order: dict[str, int]
     history: dict[str, list[tuple[int, fx.Node]]]
     origin: dict[fx.Node, str]
+    relied: set[int] = field(default_factory=set)  # inputs whose values matching has read into a site as numbers
     _holders: dict[fx.Node, list[str]] = field(default_factory=dict)
 
     def value(self, dynamo_node: str, at: str) -> fx.Node | None:
@@ -60,6 +61,19 @@ class Shadow:
             if self.value(name, at) is node:
                 return name
         return None
+
+    def overlaps_a_written_input(self, i: int) -> bool:
+        """Whether another input that the graph writes shares memory with input i, as far as its first and last byte tell.
+
+        Inputs are traced apart: a write to one is not seen in the other.
+        """
+        mine = _byte_range(self.example_inputs[i])
+        for j, other in enumerate(self.example_inputs):
+            if j != i and self.is_written(j) and isinstance(other, torch.Tensor):
+                theirs = _byte_range(other)
+                if mine[0] == theirs[0] and mine[1] < theirs[2] and theirs[1] < mine[2]:
+                    return True
+        return False
 
     def is_written(self, i: int) -> bool:
         """Whether the graph writes its i-th input in place."""
@@ -93,17 +107,41 @@ def root_module(paths: Sequence[str]) -> torch.nn.Module | None:
 
     A frame resumed after a graph break may hold no such module; then nothing can be said about the model as a whole.
     """
+    return next(
+        (module for module, _ in _modules_in_scope() if paths and all(has_module(module, p) for p in paths)), None
+    )
+
+
+def pin_root_module(root: torch.nn.Module) -> None:
+    """Have Dynamo compile anew for another module than ``root``.
+
+    Parameters are inputs of a graph, so Dynamo would run one graph for every model of a class; a profile belongs to one model.
+    """
+    from torch._dynamo.guards import GuardBuilder, install_guard
+
+    for module, source in _modules_in_scope():
+        if module is root:
+            install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+            return
+
+
+def _modules_in_scope() -> list[tuple[torch.nn.Module, Any]]:
+    """Modules that the frame Dynamo compiles holds in its variables, or in tuples of them, each with where it is found."""
+    from torch._dynamo.source import GetItemSource, LocalSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
-        scope = InstructionTranslator.current_tx().output.local_scope.values()
+        scope = dict(InstructionTranslator.current_tx().output.local_scope)
     except AttributeError:  # called by something other than Dynamo
-        return None
-    flat = [x for value in scope for x in (value if isinstance(value, tuple) else (value,))]
-    for module in flat:
-        if isinstance(module, torch.nn.Module) and paths and all(has_module(module, path) for path in paths):
-            return module
-    return None
+        return []
+    found: list[tuple[torch.nn.Module, Any]] = []
+    for name, value in scope.items():
+        source = LocalSource(name, is_input=True)
+        if isinstance(value, torch.nn.Module):
+            found.append((value, source))
+        elif isinstance(value, tuple):
+            found += [(x, GetItemSource(source, i)) for i, x in enumerate(value) if isinstance(x, torch.nn.Module)]
+    return found
 
 
 def has_module(module: torch.nn.Module, path: str) -> bool:
@@ -115,6 +153,15 @@ def has_module(module: torch.nn.Module, path: str) -> bool:
     return True
 
 
+def _byte_range(tensor: torch.Tensor) -> tuple[Any, int, int]:
+    """A tensor's storage, and its first byte and the one past its last in it."""
+    if isinstance(tensor, FakeTensor):
+        return id(tensor), 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    return tensor.untyped_storage().data_ptr(), begin, begin + (int(last) + 1) * tensor.element_size()
+
+
 def _plain(value: FunctionalTensor) -> torch.Tensor:
     """The traced tensor behind a functional wrapper, brought up to date with writes through its aliases."""
     torch._sync(value)  # type: ignore[attr-defined]
@@ -123,6 +170,26 @@ def _plain(value: FunctionalTensor) -> torch.Tensor:
 
 def _storage(value: FunctionalTensor) -> int:
     return value.elem.untyped_storage()._cdata
+
+
+_IN_PLACE = {"setitem", "__setitem__"} | {
+    f"i{name}"
+    for name in (
+        "add",
+        "sub",
+        "mul",
+        "matmul",
+        "truediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "and",
+        "or",
+        "xor",
+        "lshift",
+        "rshift",
+    )
+}
 
 
 def may_write(node: fx.Node) -> bool:
@@ -136,10 +203,11 @@ def may_write(node: fx.Node) -> bool:
         return node.target._schema.is_mutable
     name = getattr(node.target, "__name__", str(node.target))
     return (
-        name in ("setitem", "__setitem__")
+        name in _IN_PLACE
         or (name.endswith("_") and not name.endswith("__"))
         or "out" in node.kwargs
-        or name.startswith(("iadd", "imul", "isub", "itruediv", "ior", "iand"))
+        or bool(node.kwargs.get("inplace"))
+        or any(argument is True for argument in node.args)  # inplace=True may stand among the arguments
         or isinstance(node.target, (torch._ops.HigherOrderOperator, torch._ops.OpOverloadPacket))
     )
 

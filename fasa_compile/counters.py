@@ -10,7 +10,7 @@ _lock = threading.Lock()
 _NAMES = (
     "graphs",  # graphs Dynamo handed to the backend
     "decode_graphs",  # of these, graphs with an attention that has one query per sequence
-    "sites",  # attention nodes found, matched or not
+    "sites",  # attention nodes of the graphs that were read, matched or not; a plain prefill graph is not read
     "rewritten_sites",  # attention nodes replaced by a sparse decode
     "sparse_steps",  # calls of a graph with at least one rewritten site
     "dense_steps",  # calls of a graph that has attention and no rewritten site

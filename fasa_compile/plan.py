@@ -23,6 +23,8 @@ WHY_DENSE: dict[str, str] = {
     "layers and none of the profile's entries can be picked for it",
     "profile-dense": "the profile says that this layer stays dense",
     "requires-grad": "gradients are being recorded",
+    "not-calibrated": "calibration could not read this layer, so the profile has no entry for it",
+    "autocast": "autocast is on: the sparse decode computes in float32 and would not give what autocast gives",
     "dtype": "queries, keys and values are not all float32, float16 or bfloat16 on one device",
     "not-expressible": "a tensor that the rewrite needs is not available where the attention stands",
     "no-triton": "the GPU kernels need the package triton, which cannot be imported here",
@@ -70,6 +72,16 @@ class Policy:
 
     profile: FCProfile | Literal["all"]
     overrides: dict[str, int] = field(default_factory=dict)
+
+    def layer(self, name: str, prefix: str) -> LayerProfile | None:
+        """The profile's entry for the attention at module path ``name``, whose first part ``prefix`` wraps the model."""
+        assert self.profile != "all"
+        return self.profile.by_layer(name.removeprefix(prefix))
+
+    def uncalibrated(self, name: str, prefix: str) -> bool:
+        """Whether calibration met this layer and could not read it."""
+        assert self.profile != "all"
+        return name.removeprefix(prefix) in self.profile.model.extra.get("uncalibrated", [])
 
     def budget_for(self, layer: LayerProfile | None) -> Budget:
         base = Budget() if self.profile == "all" else self.profile.budget
@@ -139,7 +151,7 @@ def _not_in_profile(site: AttentionSite, profile: FCProfile) -> ProfileError:
     )
 
 
-def _decide(site: AttentionSite | NoMatch, policy: Policy, *, grad: bool) -> Decision:
+def _decide(site: AttentionSite | NoMatch, policy: Policy, *, grad: bool, autocast: bool, prefix: str) -> Decision:
     if isinstance(site, NoMatch):
         return Decision(site, "dense", site.reason, site.detail)
     if not is_one(site.shape[3]):
@@ -148,6 +160,8 @@ def _decide(site: AttentionSite | NoMatch, policy: Policy, *, grad: bool) -> Dec
         return Decision(site, "dense", "no-cache")
     if grad:
         return Decision(site, "dense", "requires-grad")
+    if autocast:
+        return Decision(site, "dense", "autocast")
     tensors = [e.node.meta["val"] for e in (site.q, site.k, site.v)]
     if any(t.dtype not in _FLOATS for t in tensors) or len({t.device for t in tensors}) > 1:
         found = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
@@ -161,7 +175,9 @@ def _decide(site: AttentionSite | NoMatch, policy: Policy, *, grad: bool) -> Dec
     if policy.profile == "all":
         fmt, reduction, fc_bytes = "fp32", "softmax_sum", hint(D) * itemsize
     else:
-        layer = policy.profile.by_layer(site.layer)
+        layer = policy.layer(site.layer, prefix)
+        if layer is None and policy.uncalibrated(site.layer, prefix):
+            return Decision(site, "dense", "not-calibrated")
         if layer is None and _is_part_of(site.layer, policy.profile):
             return Decision(site, "dense", "unknown-layer", f"found {site.layer or 'no module path'!r}")
         if layer is None:
@@ -207,12 +223,15 @@ def demote(plan: Plan, index: int, reason: str, detail: str) -> Plan:
     return Plan(changed, plan.decode)
 
 
-def plan(sites: Sequence[AttentionSite | NoMatch], policy: Policy, *, grad: bool) -> Plan:
+def plan(
+    sites: Sequence[AttentionSite | NoMatch], policy: Policy, *, grad: bool, autocast: bool = False, prefix: str = ""
+) -> Plan:
     """Decide for each attention of a graph whether it decodes sparsely, with what budget and state.
 
-    ``grad``: whether gradients are recorded for the graph's inputs. Raises ``ProfileError`` where a decode site has no entry
+    ``grad``: whether gradients are recorded for the graph's inputs; ``autocast``: whether it is on somewhere in the graph;
+    ``prefix``: where a wrapper (PEFT, DDP, your own) keeps the model that was calibrated, e.g. ``"base_model.model."``. Raises ``ProfileError`` where a decode site has no entry
     in the profile or contradicts it: a profile of another model must never be used in part.
     """
-    decisions = tuple(_decide(site, policy, grad=grad) for site in sites)
+    decisions = tuple(_decide(site, policy, grad=grad, autocast=autocast, prefix=prefix) for site in sites)
     decode = any(isinstance(s, AttentionSite) and _wants_decode(s) for s in sites)
     return Plan(decisions, decode)

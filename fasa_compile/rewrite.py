@@ -162,13 +162,14 @@ def _erase_dead(node: fx.Node) -> None:
 
     Unlike ``eliminate_dead_code`` this never reaches a cache write: writes are reached through users, not through inputs.
     """
-    stack = [node]
+    stack, erased = [node], set()
     while stack:
         dead = stack.pop()
-        if dead.users or dead.op not in ("call_function", "call_method") or may_write(dead):
+        if dead in erased or dead.users or dead.op not in ("call_function", "call_method") or may_write(dead):
             continue
         inputs = list(dead.all_input_nodes)
         dead.graph.erase_node(dead)
+        erased.add(dead)
         stack.extend(inputs)
 
 
@@ -230,9 +231,10 @@ def _emit_site(emit: Emitter, decision: Decision, inputs: dict[str, fx.Node], bo
         data, meta = kernels.pack(k, profile, decision.fc_format)
     limits = None
     if mask is not None:
-        if site.mask not in bounds:
-            bounds[site.mask] = kernels.mask_bounds(mask, emit.length(k, site.shape[4], at))
-        limits = bounds[site.mask]
+        seen = (site.mask, site.shape[4])
+        if seen not in bounds:
+            bounds[seen] = kernels.mask_bounds(mask, emit.length(k, site.shape[4], at))
+        limits = bounds[seen]
     result = kernels.sparse_decode(
         (q, k, v, data, meta, *profile, inputs.get("norm"), mask, limits),
         slots,
@@ -285,6 +287,11 @@ class _Kernels:
         return self.emit.call(self.at, getattr(torch.ops.fasa, name).default, arguments, **keywords)
 
 
+def _place(shadow: Shadow, decision: Decision) -> int:
+    assert isinstance(decision.site, AttentionSite)
+    return shadow.order[decision.site.output]
+
+
 def rewrite(shadow: Shadow, plan: Plan) -> Rewritten:
     """Replace every sparse decision's attention in a copy of the Dynamo graph.
 
@@ -295,7 +302,8 @@ def rewrite(shadow: Shadow, plan: Plan) -> Rewritten:
     emit = Emitter(shadow, twin)
     extra: list[ExtraInput] = []
     bounds: dict[Any, fx.Node] = {}
-    for decision in plan.sparse:
+    # In program order of the outputs, so that what one site computes is there for the next.
+    for decision in sorted(plan.sparse, key=lambda d: _place(shadow, d)):
         inputs: dict[str, fx.Node] = {}
         for item in _extra_inputs(shadow, decision):
             inputs[item.role] = _add_input(twin, f"fasa_{decision.site.index}_{item.role}", item.fake)

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fasa_compile.counters import count
+from fasa_compile.errors import FasaError
 from fasa_compile.plan import Decision
 from fasa_compile.rewrite import STATE_ROLES, ExtraInput
 from fasa_compile.sites import AttentionSite
@@ -35,11 +36,12 @@ class PackedCache:
     data: torch.Tensor
     meta: torch.Tensor
     hint: torch.Tensor
+    address: int = 0  # K's data_ptr() then: assigning to K.data moves it without counting
     version: int = _UNTRACKED  # K._version at which data and meta agreed with K
     frozen: bool = False  # K may change without being counted: never trust ``version`` again
 
     def agrees(self, k: torch.Tensor) -> bool:
-        return self.key() is k and not self.frozen and self.version == k._version
+        return not self.frozen and self.key() is k and self.version == k._version and self.address == k.data_ptr()
 
 
 class _Keeper:
@@ -100,9 +102,32 @@ class _Keeper:
             )
             packed.data.copy_(data)
             packed.meta.copy_(meta)
+        packed.address = k.data_ptr()
         count("state_rebuilds")
         self.current = packed
         return packed
+
+
+class _Number:
+    """An input whose value was read into the graph as a number (a scale, say). Dynamo guards no values, so it is watched here."""
+
+    def __init__(self, position: int, example: torch.Tensor) -> None:
+        self.position = position
+        self.value = example.detach().cpu().clone()
+        self.known: tuple[weakref.ref[torch.Tensor], int] | None = None
+
+    def check(self, arguments: Sequence[Any]) -> None:
+        found: torch.Tensor = arguments[self.position]
+        tracked = not found.is_inference()
+        if tracked and self.known is not None and self.known[0]() is found and self.known[1] == found._version:
+            return
+        if not torch.equal(found.detach().cpu(), self.value):
+            raise FasaError(
+                f"a number that was read into a compiled attention (a scale, softcap or mask value) was {self.value.tolist()} when "
+                f"the model was compiled and is {found.tolist()} now: call torch._dynamo.reset() to compile it again"
+            )
+        if tracked:
+            self.known = (weakref.ref(found), found._version)
 
 
 class Runtime:
@@ -112,8 +137,15 @@ class Runtime:
     unknown and are made anew from K.
     """
 
-    def __init__(self, compiled: Callable[..., Any], extra: Sequence[ExtraInput]) -> None:
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        extra: Sequence[ExtraInput],
+        relied: Iterable[int] = (),
+        example_inputs: Sequence[Any] = (),
+    ) -> None:
         self._compiled = compiled
+        self._relied = [_Number(i, example_inputs[i]) for i in relied if isinstance(example_inputs[i], torch.Tensor)]
         self._lock = threading.Lock()
         self._keepers: list[_Keeper] = []
         self._fixed: list[torch.Tensor | None] = []  # extra inputs that never change; None where a keeper supplies it
@@ -138,6 +170,8 @@ class Runtime:
 
     def __call__(self, *arguments: Any) -> Any:
         with self._lock:
+            for number in self._relied:
+                number.check(arguments)
             extra = self._fixed.copy()
             capturing = self._cuda and torch.cuda.is_current_stream_capturing()
             for keeper in self._keepers:

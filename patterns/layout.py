@@ -102,6 +102,12 @@ def _step(node: fx.Node, points: Points, evaluate: movement.Evaluate) -> tuple[f
         return None
     if kind == "slice_scatter" and not _settled(node, points):
         return None
+    if kind == "select_scatter":
+        _, dim, index = movement.arguments(node)
+        size = graph.shape(node)
+        at, row = points[dim % len(size)], index % size[dim % len(size)]
+        if at.min() <= row <= at.max() and not (at == row).all():
+            return None  # the sample may have missed the row that is written
     parts = movement.partition(node, points, evaluate)
     if parts and len(parts) == 1 and parts[0].select is None and parts[0].node is not None:
         return parts[0].node, parts[0].points

@@ -53,9 +53,23 @@ def constant(x: Any, tables: Tables) -> float:
         if isinstance(value, torch.SymFloat):
             return _fixed(x, tables)
         if isinstance(value, torch.Tensor) and value.numel() == 1 and not tables.marks.bits.get(x, DATA) & ~INPUT:
+            rely(x, tables)
             return float(tables.value(x))
         raise Refused("unsupported-value", f"{x.name} is not a constant of the graph")
     return float(x)
+
+
+def rely(node: fx.Node, tables: Tables) -> None:
+    """Note the inputs that a number was read from: Dynamo does not guard a tensor's values, so the runtime watches them."""
+    place = {n: i for i, n in enumerate(tables.shadow.inputs)}
+    todo, seen = [node], set()
+    while todo:
+        head = todo.pop()
+        if head not in seen:
+            seen.add(head)
+            todo.extend(head.all_input_nodes)
+            if head in place:
+                tables.shadow.relied.add(place[head])
 
 
 def _fixed(node: fx.Node, tables: Tables) -> float:
@@ -101,6 +115,7 @@ class _Reading:
         None  # node, dims of the scores there, "bool" | "hidden" | "additive"
     )
     sinks: tuple[fx.Node, tuple[Dim, ...]] | None = None
+    shifted: str = ""  # a node that moved all scores of a query alike: a softmax does not see it, a tanh or a sink does
     notes: list[str] = field(default_factory=list)
 
     def found(self) -> Found:
@@ -152,6 +167,8 @@ class _Reading:
                 else:
                     self.scale *= by
             elif kind == "tanh":
+                if self.shifted:
+                    raise Refused("unknown-attention", f"{self.shifted} shifts the scores before {node.name}")
                 if tanh is not None or self.mask is not None:
                     raise Refused("unknown-attention", f"{node.name}: tanh of scores that are masked or capped already")
                 tanh = self.scale
@@ -218,11 +235,13 @@ class _Reading:
             raise Refused("unknown-attention", f"{node.name} subtracts the scores")
         if not isinstance(other, fx.Node) or not graph.is_tensor(other):
             if self.sinks is None:
-                return  # one number more for every score: the softmax does not see it
+                self.shifted = node.name  # one number more for every score
+                return
             raise Refused("unknown-attention", f"{node.name} shifts scores and sinks")
         size = graph.shape(other)
         if not size or size[-1] == 1:
-            return  # the same for all keys of a query (their maximum, say): the softmax does not see it
+            self.shifted = node.name  # the same for all keys of a query (their maximum, say)
+            return
         self._masked(other, dims, "additive", sign)
 
     def _masked(self, mask: fx.Node, dims: tuple[Dim, ...], kind: str, factor: float = 1.0) -> None:
@@ -235,14 +254,19 @@ class _Reading:
         self.mask = (mask, dims, kind)
 
     def _fill(self, node: fx.Node, condition: Any, value: Any, dims: tuple[Dim, ...], kind: str) -> None:
-        if isinstance(value, fx.Node):
-            value = float(self.tables.value(value).max()) if graph.is_tensor(value) else constant(value, self.tables)
+        if isinstance(value, fx.Node) and graph.is_tensor(value):
+            rely(value, self.tables)
+            value = float(self.tables.value(value).max())
+        elif isinstance(value, fx.Node):
+            value = constant(value, self.tables)
         if not isinstance(condition, fx.Node) or float(value) > _HIDDEN:
             raise Refused("unknown-mask", f"{node.name} fills scores with {value}")
         self._masked(condition, dims, kind)
 
     def _column(self, node: fx.Node, dims: tuple[Dim, ...]) -> None:
         """``cat([scores, sinks], -1)``: one more column that takes part in the softmax and is cut off after it."""
+        if self.shifted:
+            raise Refused("unknown-attention", f"{self.shifted} shifts the scores and not the sinks of {node.name}")
         pieces: Any = graph.args(node)[0]
         dim = graph.argument(node, 1, "dim", 0)
         if len(pieces) != 2 or dim % len(dims) != len(dims) - 1 or graph.shape(pieces[1])[-1] != 1 or self.sinks:
