@@ -268,6 +268,10 @@ class FasaBackend:
         if decode:
             count("decode_graphs")
         self._record("decode" if decode else "no cached decode", planned.decisions)
+        if any(d.reason == "requires-grad" for d in planned.decisions):
+            self._warn(
+                "a decode graph was compiled while gradients are recorded, so it runs dense: decode under torch.no_grad()"
+            )
         expected = {"profile-dense", "within-budget", "requires-grad", "prefill"}
         if decode and not planned.sparse and not all(d.reason in expected for d in planned.decisions):
             reasons = "; ".join(

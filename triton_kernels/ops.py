@@ -25,7 +25,7 @@ from . import reference
 from .formats import fc_cache_spec
 
 #: Raise it with every change of what a kernel computes or of how it is called.
-KERNEL_VERSION = 1
+KERNEL_VERSION = 2
 
 #: Columns of ``hint``: the last threshold and the width of a bin around it (base-2 log units of the keys).
 HINT_COLUMNS = 2

@@ -111,9 +111,10 @@ def pack_slots(
     """Packs the tokens in ``slots`` of one row; ``k, slots, dims, centre, spread`` point at the row's own."""
     for number in range(n_slots):
         slot = tl.load(slots + number).to(tl.int64) + tl.zeros((1,), tl.int64)
+        slot = tl.where(slot < 0, slot + L, slot)  # as indexing counts
         pack_tile(
             k + slot * stride_kt, data + (row * L + slot) * COLUMNS, meta + (row * L + slot) * META, dims, centre, spread,
-            slot >= 0, stride_kd, W, HALF, HALF_P, FMT, LIMIT,
+            (slot >= 0) & (slot < L), stride_kd, W, HALF, HALF_P, FMT, LIMIT,
         )  # fmt: skip
 
 
@@ -133,6 +134,8 @@ def pack_kernel(
     token = i.to(tl.int64)
     if HAS_SLOTS:
         token = tl.load(slots + b * stride_slots + i, mask=kept, other=0).to(tl.int64)
+        token = tl.where(token < 0, token + L, token)  # as indexing counts
+        kept &= (token >= 0) & (token < L)
     pack_tile(
         k + b * stride_kb + h * stride_kh + token * stride_kt,
         data + (row * L + token) * COLUMNS,

@@ -157,7 +157,10 @@ def test_training_gives_the_ordinary_gradients(length):  # trial P1
 
     expected = gradients(model)
     made = fasa_backend("all", n_fac=8, n_sink=1, n_recent=1, inner="eager")
-    found = gradients(torch.compile(model, backend=made))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", FasaWarning)
+        found = gradients(torch.compile(model, backend=made))
+    assert any("torch.no_grad()" in str(w.message) for w in caught) == (length == 1)
     assert fasa_compile.stats()["sparse_steps"] == 0
     for a, b in zip(expected, found, strict=True):
         assert torch.allclose(a, b, atol=1e-5)

@@ -52,7 +52,7 @@ def test_packed_bytes_are_the_references(fmt: str, W: int, D: int) -> None:
         pack.pack(k, dims, centre, spread, fmt), reference.pack(k, dims, centre, spread, fmt), strict=True
     ):
         assert torch.equal(bytes_of(got), bytes_of(expected))
-    for slots in (torch.tensor([[3, 5], [7, 1], [9, 8]]), torch.tensor([4])):
+    for slots in (torch.tensor([[3, 5], [7, 1], [9, 8]]), torch.tensor([4]), torch.tensor([-2])):
         ours, theirs = (tuple(x.clone() for x in reference.pack(k, dims, centre, spread, fmt)) for _ in range(2))
         written = torch.randn(k.shape).half()
         pack.pack_rows_(*ours, written, slots, dims, centre, spread, fmt)
