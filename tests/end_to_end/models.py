@@ -266,50 +266,10 @@ def eager_fasa(model: Any, profile: FCProfile | None, **budget: int) -> Iterator
     """Inside, a transformers model decodes through the plain-torch reference, called by an attention hook and no compiler.
 
     It is told scale, mask and cache by transformers, packs the FC cache anew from K in every step and knows nothing of
-    graphs: an independent path to what the backend must compute.
+    graphs: an independent path to what the backend must compute. ``profile=None`` scores with all dims of K.
     """
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    from hooked_attention import hooked
 
-    from fasa_compile.triton_kernels import reference
-
-    names = {module: name for name, module in model.named_modules()}
-
-    def attention(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kw: Any
-    ) -> Any:
-        if query.shape[2] != 1:
-            return sdpa_attention_forward(module, query, key, value, attention_mask, **kw)
-        packed: tuple[Any, ...] = (None,) * 6
-        limits, fmt, reduction = Budget(**budget), "fp32", "softmax_sum"
-        if profile is not None:
-            layer = profile.by_layer(names[module])
-            assert layer is not None
-            dims, centre, spread, norm = (x.to(key.device) for x in (layer.dims(), *layer.gathered(), layer.norm))
-            packed = (*reference.pack(key, dims, centre, spread, profile.fc_format), dims, centre, spread, norm)
-            limits = profile.budget.replace(**budget)
-            fmt, reduction = profile.fc_format, profile.reduction
-        out = reference.sparse_decode(
-            query,
-            key,
-            value,
-            *packed,
-            attention_mask,
-            scale=kw["scaling"],
-            n_fac=limits.n_fac,
-            n_sink=limits.n_sink,
-            n_recent=limits.n_recent,
-            fmt=fmt,
-            reduction=reduction,
-        )
-        return out.transpose(1, 2).contiguous(), None
-
-    AttentionInterface.register("fasa_test_hook", attention)
-    AttentionMaskInterface.register("fasa_test_hook", sdpa_mask)
-    before = model.config._attn_implementation
-    model.set_attn_implementation("fasa_test_hook")
-    try:
+    base = Budget() if profile is None else profile.budget
+    with hooked(model, profile, base.replace(**budget)):
         yield
-    finally:
-        model.set_attn_implementation(before)

@@ -105,12 +105,11 @@ def test_storage_that_is_swapped_under_the_cache():
     assert torch.equal(*outcomes)
 
 
-class WithTemperature(Interleaved):
-    """Attention written out, with a scale that is a buffer."""
+class WrittenOut(Interleaved):
+    """Attention written out; ``weigh`` makes weights of the products ``w [B, H, T, L]``."""
 
-    def __init__(self, width, length):
-        super().__init__(width, length)
-        self.register_buffer("temperature", torch.tensor(3.0))
+    def weigh(self, w, mask):
+        raise AssertionError("each case has its own")
 
     def forward(self, x, pos, table, mask):
         B, T, _ = x.shape
@@ -120,9 +119,19 @@ class WithTemperature(Interleaved):
         self.k_cache[:, :, pos] = k
         self.v_cache[:, :, pos] = v
         keys, values = self.k_cache.repeat_interleave(2, 1), self.v_cache.repeat_interleave(2, 1)
-        w = (q @ keys.transpose(-1, -2)) / self.temperature
-        w = torch.where(mask, w, -1e9).softmax(-1)
+        w = self.weigh(q @ keys.transpose(-1, -2), mask)
         return self.out((w @ values).transpose(1, 2).reshape(B, T, -1))
+
+
+class WithTemperature(WrittenOut):
+    """A scale that is a buffer."""
+
+    def __init__(self, width, length):
+        super().__init__(width, length)
+        self.register_buffer("temperature", torch.tensor(3.0))
+
+    def weigh(self, w, mask):
+        return torch.where(mask, w / self.temperature, -1e9).softmax(-1)
 
 
 def test_a_scale_that_changes_after_compilation_is_noticed():
@@ -140,19 +149,10 @@ def test_a_scale_that_changes_after_compilation_is_noticed():
 
 @pytest.mark.parametrize("shift", ["constant", "maximum"])
 def test_a_shift_before_a_softcap_is_not_dropped(shift):
-    class Shifted(WithTemperature):
-        def forward(self, x, pos, table, mask):
-            B, T, _ = x.shape
-            q, k, v = self.qkv(x).view(B, T, -1, self.D).split([self.H, self.HKV, self.HKV], dim=2)
-            q, k = self.rotate(q, table), self.rotate(k, table)
-            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-            self.k_cache[:, :, pos] = k
-            self.v_cache[:, :, pos] = v
-            keys, values = self.k_cache.repeat_interleave(2, 1), self.v_cache.repeat_interleave(2, 1)
-            w = q @ keys.transpose(-1, -2)
+    class Shifted(WrittenOut):
+        def weigh(self, w, mask):
             w = w + 2.0 if shift == "constant" else w - w.amax(-1, keepdim=True)
-            w = torch.where(mask, 3.0 * torch.tanh(w / 3.0), -1e9).softmax(-1)
-            return self.out((w @ values).transpose(1, 2).reshape(B, T, -1))
+            return torch.where(mask, 3.0 * torch.tanh(w / 3.0), -1e9).softmax(-1)
 
     model = Custom(Shifted).eval()
     backend = fasa_backend("all", n_fac=60, inner="eager")
