@@ -116,7 +116,7 @@ def test_sdist_builds_and_carries_the_licence(installed: Installed) -> None:
 
 
 def test_subpackages_import_from_the_wheel(installed: Installed) -> None:
-    modules = [f"fasa_compile.{name}" for name in ("patterns", "profiles", "triton_kernels", "backend", "calibrate")]
+    modules = [f"fasa_compile.{name}" for name in ("patterns", "profiles", "triton_kernels", "backend", "calibration")]
     code = (
         "import importlib, fasa_compile\n"
         f"for name in {modules!r}:\n    print(importlib.import_module(name).__file__)\n"
