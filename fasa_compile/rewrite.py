@@ -231,7 +231,7 @@ def _emit_site(emit: Emitter, decision: Decision, inputs: dict[str, fx.Node], bo
         data, meta = kernels.pack(k, profile, decision.fc_format)
     limits = None
     if mask is not None:
-        seen = (site.mask, site.shape[4])
+        seen = (site.mask, str(site.shape[4]))  # by its name: a symbolic length has no hash
         if seen not in bounds:
             bounds[seen] = kernels.mask_bounds(mask, emit.length(k, site.shape[4], at))
         limits = bounds[seen]

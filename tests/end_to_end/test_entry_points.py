@@ -124,9 +124,9 @@ def test_options_reach_inductor():
 def test_compiling_generate_itself():  # trial A3
     model = tiny_llama(layers=1)
     expected = greedy(model)
-    out = torch.compile(model.generate, backend=fasa_backend("all", n_fac=64, inner="eager"))(
-        IDS, max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0
-    )
+    backend_all = fasa_backend("all", n_fac=64, inner="eager")
+    how = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    out = torch.compile(model.generate, backend=backend_all)(IDS, **how)[:, :-1]
     assert torch.equal(out, expected)
 
 

@@ -223,3 +223,14 @@ def test_the_operators_are_wired_as_the_traced_reference_is(kind, inner, monkeyp
     found = decode(model, compiled(model, profile, inner=inner), IDS, cache_for(model, kind), 8)
     assert fasa_compile.stats()["sparse_steps"] == 8
     assert difference(found, expected) <= 1e-5
+
+
+def test_a_mask_over_a_cache_of_symbolic_length():
+    """Two static caches of other lengths: Dynamo makes the length a symbol, with a mask over it."""
+    model = tiny_llama(layers=2)
+    step = compiled(model, llama_profile(2, fc_format="int4"), n_fac=64)
+    for length in (128, 160, 200):
+        dense = decode(model, model, IDS, cache_for(model, "static", length), 3)
+        assert difference(decode(model, step, IDS, cache_for(model, "static", length), 3), dense) <= 1e-4
+    assert fasa_compile.stats()["sparse_steps"] == 9
+    assert fasa_compile.stats()["graphs"] == 2
