@@ -110,7 +110,9 @@ def _index_put(node: fx.Node, at: Where, evaluate: Evaluate) -> Write | None:
         return None
     slots = None
     own = graph.shape(index)
-    if not at.offset and graph.tensor(index).dtype == torch.int64 and (places >= 0).all():
+    if _reads_tensors(indices[at.batch_dim]):
+        pass  # which row goes to which sequence may differ in the next call: proven for this one only
+    elif not at.offset and graph.tensor(index).dtype == torch.int64 and (places >= 0).all():
         if own == rows.shape:
             slots = Expr(index)
         elif own == (count,) and rows.shape[1] == 1:
@@ -151,12 +153,35 @@ def _scatter(node: fx.Node, at: Where, evaluate: Evaluate) -> Write | None:
     if (places != first).any():
         return None
     slots, expr = None, Expr(index)
-    if not at.offset and (at.batch_dim is None or at.batch_dim < at.dim):
+    dropped = [d for d in range(len(size)) if d not in keep]
+    if not at.offset and (at.batch_dim is None or at.batch_dim < at.dim) and _alike(index, dropped):
         for d in reversed(range(len(size))):
             if d not in keep:
                 expr = expr.then(aten.select.int, d, 0)
         slots = expr
     return Write("scatter", old, first.reshape(-1, places.shape[at.dim])[0] - at.offset, slots)
+
+
+def _reads_tensors(node: fx.Node) -> bool:
+    """Whether a value is computed from tensors that the caller gives, and not only from sizes and numbers of the graph."""
+    todo, seen = [node], set()
+    while todo:
+        head = todo.pop()
+        if head in seen:
+            continue
+        seen.add(head)
+        if head.op in ("placeholder", "get_attr") and graph.is_tensor(head):
+            return True
+        todo.extend(head.all_input_nodes)
+    return False
+
+
+def _alike(index: fx.Node, dims: list[int]) -> bool:
+    """Whether a tensor of indices is the same along these dims by how it was made, and not by the values it has now."""
+    size = graph.shape(index)
+    base = graph.shape(graph.args(index)[0]) if graph.name(index) == "expand" else size
+    aligned = [1] * (len(size) - len(base)) + list(base)
+    return all(isinstance(aligned[d], int) and aligned[d] == 1 for d in dims)
 
 
 @register("cat", "concat")

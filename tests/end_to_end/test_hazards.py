@@ -225,3 +225,45 @@ def test_many_texts_all_count():
     made = fasa_compile.calibrate(model, texts, progress=False)
     assert made.layers[0].stats["tokens"] == sum(len(t) for t in texts) == made.data["tokens"]
     assert made.layers[0].rope.pairs == half_split(32)
+
+
+def test_rows_of_sequences_that_change_their_order_between_calls():
+    """``cache[rows, :, pos] = k``: ``rows`` is an input, in order when the model is compiled and not afterwards."""
+
+    class Rows(Interleaved):
+        rows = torch.arange(1)
+
+        def forward(self, x, pos, table, mask):
+            B, T, _ = x.shape
+            q, k, v = self.qkv(x).view(B, T, -1, self.D).split([self.H, self.HKV, self.HKV], dim=2)
+            q, k = self.rotate(q, table), self.rotate(k, table)
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            if T > 1:
+                self.k_cache[:, :, pos] = k
+                self.v_cache[:, :, pos] = v
+            else:
+                self.k_cache[self.rows, :, pos] = k[:, :, 0]
+                self.v_cache[self.rows, :, pos] = v[:, :, 0]
+            keys, values = self.k_cache.repeat_interleave(2, 1), self.v_cache.repeat_interleave(2, 1)
+            y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=0.3)
+            return self.out(y.transpose(1, 2).reshape(B, T, -1))
+
+    ids = torch.randint(0, 128, (3, 40), generator=torch.Generator().manual_seed(4))
+    outcomes = []
+    for anew in (False, True):
+        model = Custom(Rows).eval()
+        for block in model.blocks:
+            block.rows = torch.arange(3)
+            block.k_cache, block.v_cache = (torch.zeros(3, 2, Custom.LENGTH, 16) for _ in range(2))
+        step = Steps(model, profile(), anew)
+        with torch.no_grad():
+            model(ids[:, :30], torch.arange(30))
+            out = []
+            for i in range(30, 40):
+                if i == 35:
+                    for block in model.blocks:
+                        block.rows = torch.tensor([2, 0, 1])
+                out.append(step(ids[:, i : i + 1].clone(), torch.tensor([i])))
+        outcomes.append(torch.cat(out, 1))
+    assert fasa_compile.stats()["sparse_steps"] == 20
+    assert torch.equal(*outcomes)
