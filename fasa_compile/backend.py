@@ -32,7 +32,15 @@ from fasa_compile.sites import AttentionSite, NoMatch
 log = logging.getLogger("fasa_compile")
 
 Inner = Literal["inductor", "eager"] | Callable[..., Any]
-_NOT_SWALLOWED = (KeyboardInterrupt, SystemExit, MemoryError, torch.OutOfMemoryError, FasaError)
+# Errors that are no reason to fall back. The last asks Dynamo to trace again, with a float that is needed as a number.
+_NOT_SWALLOWED = (
+    KeyboardInterrupt,
+    SystemExit,
+    MemoryError,
+    torch.OutOfMemoryError,
+    FasaError,
+    TensorifyScalarRestartAnalysis,
+)
 
 
 def _inner_compiler(inner: Inner, mode: str | None, options: dict[str, Any] | None) -> Callable[..., Any]:
@@ -188,8 +196,6 @@ class FasaBackend:
         try:
             shadow = capture(gm, example_inputs)
             sites = match(shadow)
-        except TensorifyScalarRestartAnalysis:
-            raise  # Dynamo traces again, with a float that a site needs as a number
         except Exception as problem:
             return None, self._untraced(gm, problem)
         sites = [_without_aliases(site, shadow) for site in sites]
