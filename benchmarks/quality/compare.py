@@ -1,0 +1,346 @@
+"""Our selection beside other methods at the same budget, on texts of different kinds: JSON with error bars, and a picture.
+
+    python benchmarks/quality/compare.py --device cuda --wikitext FILE            SmolLM2-135M, 4k tokens, budget 128
+    python benchmarks/quality/compare.py --profile FILE --n-fac 256 --passkeys 200
+
+Every method runs through ``one_pass.py``: the last tokens of each text are fed to the model, errors propagate through all
+layers and into later tokens, and the method chooses the keys of each query. Ours runs on the profile and the packed FC cache
+of the package. ``run_quality.py`` measures the compiled path, token by token; the two agree (tests/quality/test_compare.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+import corpora  # noqa: E402
+import fasa_compile  # noqa: E402
+import one_pass  # noqa: E402
+import passkeys  # noqa: E402
+import smollm2  # noqa: E402
+import token_selectors as ts  # noqa: E402
+from fasa_compile.calibration_stats import LayerStats  # noqa: E402
+from fasa_compile.profiles import Budget, FCProfile, LayerProfile  # noqa: E402
+from fasa_compile.profiles.schema import RopeFacts  # noqa: E402
+from run_quality import versions  # noqa: E402
+
+BLOCK = 32  # tokens that the bootstrap draws together: neighbours are not independent
+RESAMPLES = 1000
+CITIES_PER_TEXT = 8
+
+
+class Calibrated:
+    """Statistics of every global layer of ``model`` over ``ids``, for the methods that need some of their own.
+
+    ``true`` uses the model's pairs, ``shifted`` pairs ``(2i, 2i+1)`` as the paper's published code does.
+    """
+
+    def __init__(self, h: one_pass.Harness, profile: FCProfile, ids: Tensor) -> None:
+        self.true: dict[str, LayerStats] = {}
+        self.shifted: dict[str, LayerStats] = {}
+        self.channels: dict[str, Tensor] = {}
+        known = {layer.layer: layer for layer in profile.layers}
+
+        def watch(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+            if name not in known:
+                return
+            layer = known[name]
+            n = len(layer.rope.pairs)
+            wrong = RopeFacts(layer.head_dim, tuple((2 * i, 2 * i + 1) for i in range(n)), layer.rope.magnitude)
+            for into, rope in ((self.true, layer.rope), (self.shifted, wrong)):
+                stats = LayerStats(q.shape[1], k.shape[1], q.shape[3], rope, q.device, name)
+                stats.update(q, k, scale)
+                into[name] = stats
+            group = q.shape[1] // k.shape[1]
+            self.channels[name] = q[0].abs().mean(1) * k[0].abs().mean(1).repeat_interleave(group, 0)
+
+        one_pass.prefill(h, ids, watch)
+
+    def layers(self, method: str, n_tip: int, pairs: str = "true", top: int = 256) -> dict[str, LayerProfile]:
+        stats = self.true if pairs == "true" else self.shifted
+        return {name: s.layer_profile(name, n_tip, method, top=top) for name, s in stats.items()}
+
+    def random(self, n_tip: int) -> dict[str, LayerProfile]:
+        generator = torch.Generator().manual_seed(0)
+
+        def drawn(layer: LayerProfile) -> LayerProfile:
+            n = len(layer.rope.pairs)
+            fcs = torch.stack([torch.randperm(n, generator=generator)[:n_tip] for _ in range(layer.num_kv_heads)])
+            return replace(layer, fcs=fcs.sort(1).values.int())
+
+        return {name: drawn(layer) for name, layer in self.layers("score_variance", n_tip).items()}
+
+
+def methods(profile: FCProfile, budget: Budget, found: Calibrated) -> dict[str, ts.Method]:
+    """Name -> method. ``same bytes``: the published recipe with our packed FC cache instead of bf16 of a quarter of the FCs."""
+    n_fc, n_tip = len(profile.layers[0].rope.pairs), profile.layers[0].n_tip
+    quarter, d = max(n_fc // 4, 1), profile.layers[0].head_dim
+    ours = {layer.layer: layer for layer in profile.layers}
+    bare = Budget(budget.n_fac, 0, 0)
+    fmt = profile.fc_format
+    agree = found.layers("contextual_agreement", n_tip, top=budget.n_fac)
+    top = {name: c.topk(min(2 * n_tip, d), dim=-1).indices for name, c in found.channels.items()}
+    bits = ts.bytes_per_token(2 * n_tip, fmt)
+    return {
+        "dense": ts.dense(),
+        "ours": ts.fasa(ours, budget, fmt, profile.reduction),
+        "oracle top-k": ts.oracle(budget.n_fac),
+        "oracle, one set per KV head, forced tokens": ts.oracle_shared(budget),
+        "paper (CA)": ts.fasa(
+            found.layers("contextual_agreement", quarter, top=budget.n_fac), bare, "bf16", None, forced=False
+        ),
+        "paper (CA), same bytes": ts.fasa(agree, bare, fmt, None, forced=False),
+        "paper (CA), same bytes, forced tokens": ts.fasa(agree, budget, fmt, None),
+        "paper's code: pairs (2i, 2i+1)": ts.fasa(
+            found.layers("contextual_agreement", quarter, "shifted", budget.n_fac), bare, "bf16", None, forced=False
+        ),
+        "Quest": ts.quest(budget),
+        "SnapKV": ts.snapkv(budget),
+        "StreamingLLM": ts.streaming(budget),
+        "SparQ": ts.sparq(budget, int(bits // 2)),
+        "Double Sparsity": ts.double_sparsity(top, budget),
+        "random FCs": ts.fasa(found.random(n_tip), budget, fmt, profile.reduction),
+    }
+
+
+def per_token(logp: Tensor, dense: Tensor, targets: Tensor) -> Tensor:
+    """fp64 ``[3, n]``: negative log-likelihood, KL(dense || this), equal top-1."""
+    nll = -logp.gather(1, targets[:, None])[:, 0]
+    kl = (dense.exp() * (dense - logp)).sum(-1)
+    return torch.stack([nll, kl, (logp.argmax(-1) == dense.argmax(-1)).float()]).double().cpu()
+
+
+def resampled(n_texts: int, n: int) -> Tensor:
+    """int64 ``[RESAMPLES, n_texts * n]``: texts drawn with replacement, and of each text blocks of neighbours."""
+    g = torch.Generator().manual_seed(0)
+    blocks = n // BLOCK
+    which = torch.randint(n_texts, (RESAMPLES, n_texts, 1, 1), generator=g)
+    block = torch.randint(blocks, (RESAMPLES, n_texts, blocks, 1), generator=g)
+    return (which * n + block * BLOCK + torch.arange(BLOCK)).flatten(1)
+
+
+def interval(values: Tensor) -> list[float]:
+    return [float(x) for x in values.quantile(torch.tensor([0.025, 0.975], dtype=values.dtype))]
+
+
+def summary(rows: Tensor, base: Tensor) -> dict[str, Any]:
+    """``rows, base [3, texts, n]`` of a method and of dense: means with 95 % bootstrap intervals."""
+    _, texts, n = rows.shape
+    draw = resampled(texts, n)
+    flat, dense = rows.flatten(1), base.flatten(1)
+    difference = flat[0] - dense[0]
+    return {
+        "kl": float(flat[1].mean()),
+        "kl_95": interval(flat[1][draw].mean(1)),
+        "perplexity": math.exp(float(flat[0].mean())),
+        "perplexity_ratio": math.exp(float(difference.mean())),
+        "perplexity_ratio_95": [math.exp(x) for x in interval(difference[draw].mean(1))],
+        "top1": float(flat[2].mean()),
+        "top1_95": interval(flat[2][draw].mean(1)),
+    }
+
+
+@torch.no_grad()
+def evaluate(
+    h: one_pass.Harness, texts: dict[str, Tensor], last: int, compared: dict[str, ts.Method]
+) -> tuple[dict[str, Any], dict[str, dict[str, list[float]]]]:
+    """Scores by method, and the attention mass lost by layer (mean over heads and queries)."""
+    device = next(h.model.parameters()).device
+    rows: dict[str, list[Tensor]] = {name: [] for name in compared}
+    kinds: list[str] = []
+    lost: dict[str, dict[str, float]] = {name: {} for name in compared}
+    for kind, some in texts.items():
+        for text in some.to(device):
+            start = len(text) - last - 1
+            cache = one_pass.prefill(h, text[:start])
+            kinds.append(kind)
+            dense = None
+            for name, method in compared.items():
+                h.lost, h.queries = {}, 0
+                logp = one_pass.forced(h, cache, start, text[start:-1], method)
+                dense = logp if dense is None else dense
+                rows[name].append(per_token(logp, dense, text[start + 1 :]))
+                for layer, value in h.lost.items():
+                    lost[name][layer] = lost[name].get(layer, 0.0) + float(value.mean()) / h.queries
+    out = {}
+    for name, per_text in rows.items():
+        stacked, base = torch.stack(per_text, 1), torch.stack(rows["dense"], 1)
+        out[name] = {
+            "bytes": compared[name].bytes,
+            "sets": compared[name].sets,
+            "note": compared[name].note,
+            **summary(stacked, base),
+            "kinds": {
+                kind: {
+                    "kl": float(stacked[1, pick].mean()),
+                    "perplexity_ratio": math.exp(float((stacked - base)[0, pick].mean())),
+                    "top1": float(stacked[2, pick].mean()),
+                }
+                for kind in texts
+                for pick in [torch.tensor([k == kind for k in kinds])]
+            },
+        }
+        if "ours" in rows and name != "ours":  # paired: the same tokens in both
+            ours = torch.stack(rows["ours"], 1)
+            difference = (stacked - ours)[1].flatten()
+            draw = resampled(stacked.shape[1], stacked.shape[2])
+            out[name]["kl_less_ours"] = float(difference.mean())
+            out[name]["kl_less_ours_95"] = interval(difference[draw].mean(1))
+    mass = {
+        name: {layer: [total / len(kinds)] for layer, total in by_layer.items()} for name, by_layer in lost.items()
+    }
+    return out, mass
+
+
+@torch.no_grad()
+def digits(
+    h: one_pass.Harness, tokenizer: Any, filler: Iterable[Tensor], keys: int, compared: dict[str, ts.Method]
+) -> dict[str, Any]:
+    """Share of pass-key digits predicted, by method: ``keys`` questions in all, ``CITIES_PER_TEXT`` a text."""
+    device = next(h.model.parameters()).device
+    shares: dict[str, list[float]] = {name: [] for name in compared}
+    pieces = list(filler)
+    for seed in range(-(-keys // CITIES_PER_TEXT)):
+        hay = passkeys.haystack(tokenizer, pieces[seed % len(pieces)], CITIES_PER_TEXT, seed)
+        cache = one_pass.prefill(h, hay.text[0].to(device))
+        asked = [torch.cat([q, a[:-1]]) for q, a in zip(hay.questions, hay.answers, strict=True)]
+        blocks = torch.repeat_interleave(torch.arange(len(asked)), torch.tensor([len(a) for a in asked]))
+        for name, method in compared.items():
+            logp = one_pass.forced(h, cache, hay.text.shape[1], torch.cat(asked).to(device), method, blocks)
+            predicted = logp.argmax(-1).cpu().split([len(a) for a in asked])
+            for answer, got in zip(hay.answers, predicted, strict=True):
+                shares[name].append(float((got[-len(answer) :] == answer).double().mean()))
+    out = {}
+    for name, found in shares.items():
+        x = torch.tensor(found, dtype=torch.float64)
+        draw = torch.randint(len(x), (RESAMPLES, len(x)), generator=torch.Generator().manual_seed(0))
+        less = torch.tensor(shares["dense"], dtype=torch.float64) - x
+        out[name] = {
+            "keys": len(x),
+            "digits": float(x.mean()),
+            "digits_95": interval(x[draw].mean(1)),
+            "below_dense": float(less.mean()),
+            "below_dense_95": interval(less[draw].mean(1)),
+        }
+    return out
+
+
+def table(scores: dict[str, Any]) -> str:
+    head = f"{'method':44s} {'bytes':>6s}  {'KL':>6s} {'95 %':15s}  {'ppl x':>6s} {'95 %':13s}  top-1"
+    lines = [head]
+    for name, s in scores.items():
+        low, high = s["kl_95"]
+        lines.append(
+            f"{name:44s} {s['bytes']:6.1f}  {s['kl']:6.4f} {low:.4f}-{high:.4f}    {s['perplexity_ratio']:6.4f} "
+            f"{s['perplexity_ratio_95'][0]:.3f}-{s['perplexity_ratio_95'][1]:.3f}  {s['top1']:.3f}"
+        )
+    return "\n".join(lines)
+
+
+def load(args: argparse.Namespace) -> tuple[str, Any, Any]:
+    if args.model == "smollm2":
+        return "smollm2-135m-instruct-q4_1", *smollm2.load(smollm2.fetch(), args.device, torch.float32)
+    gguf = Path(args.model)
+    return gguf.stem, *smollm2.load(gguf, args.device, torch.float32)
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="smollm2", help="smollm2, or the path of a GGUF file")
+    parser.add_argument("--wikitext", type=Path, help="WikiText-2's test split as text; left out where not given")
+    parser.add_argument("--profile", help="a profile's file or shipped name (default: calibrate on the shipped text)")
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--last", type=int, default=512)
+    parser.add_argument("--each", type=int, default=2, help="stretches of each kind of text")
+    parser.add_argument("--n-fac", type=int, nargs="+", default=[128, 256])
+    parser.add_argument("--n-sink", type=int)
+    parser.add_argument("--n-recent", type=int)
+    parser.add_argument("--passkeys", type=int, default=200, help="questions at 2k and again at 4k; 0 leaves them out")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args(argv)
+
+
+def clock(what: str, do: Callable[[], Any]) -> Any:
+    started = time.perf_counter()
+    result = do()
+    print(f"{what}: {time.perf_counter() - started:.1f} s", flush=True)
+    return result
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
+    name, model, tokenizer = clock("load", lambda: load(args))
+    calibration = smollm2.windows(tokenizer, args.length, 1)
+    texts = corpora.stretches(tokenizer, args.wikitext, args.length, args.each, args.length)
+    if args.profile:
+        profile = fasa_compile.load_profile(args.profile)
+    else:
+        profile = clock("calibrate", lambda: fasa_compile.calibrate(model, calibration, progress=False))
+    given = {"n_sink": args.n_sink, "n_recent": args.n_recent}
+    given = {k: v for k, v in given.items() if v is not None}
+    record: dict[str, Any] = {
+        "benchmark": "compare",
+        "model": name,
+        "texts": {k: hashlib.sha256(v.numpy().tobytes()).hexdigest() for k, v in texts.items()},
+        "setting": {
+            "length": args.length,
+            "last": args.last,
+            "each": args.each,
+            "n_tip": profile.layers[0].n_tip,
+            "fc_format": profile.fc_format,
+            "reduction": profile.reduction,
+            "method": profile.method,
+            "profile": args.profile or "calibrated for this run",
+            "bootstrap": f"{RESAMPLES} resamples of texts and of blocks of {BLOCK} tokens",
+            "device": torch.cuda.get_device_name() if args.device.startswith("cuda") else "cpu",
+            "dtype": "float32",
+        },
+        "versions": versions(),
+        "budgets": {},
+    }
+    with one_pass.harness(model) as h:
+        found = clock("statistics", lambda: Calibrated(h, profile, calibration[0].to(args.device)))
+        for n_fac in args.n_fac:
+            budget = profile.budget.replace(n_fac=n_fac, **given)
+            compared = clock("methods", lambda b=budget: methods(profile, b, found))
+            scores, lost = clock("evaluate", lambda c=compared: evaluate(h, texts, args.last, c))
+            print(f"budget {n_fac}\n{table(scores)}", flush=True)
+            entry: dict[str, Any] = {
+                "n_sink": budget.n_sink,
+                "n_recent": budget.n_recent,
+                "methods": scores,
+                "lost": lost,
+            }
+            if args.passkeys and n_fac == args.n_fac[0]:
+                for length in (2048, 4096):
+                    filler = [t[:length] for t in texts["fiction"]]
+                    found_digits = clock(
+                        f"pass keys at {length}", lambda f=filler, c=compared: digits(h, tokenizer, f, args.passkeys, c)
+                    )
+                    for method, d in found_digits.items():
+                        print(f"  {method:44s} {d['digits']:.3f}  {d['below_dense']:+.3f} below dense")
+                    entry[f"pass_keys_{length}"] = found_digits
+            record["budgets"][str(n_fac)] = entry
+    out = args.out or ROOT / "benchmarks" / "results" / f"compare-{name}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"record: {out}")
+
+
+if __name__ == "__main__":
+    main()
