@@ -200,9 +200,7 @@ def evaluate(
             draw = resampled(stacked.shape[1], stacked.shape[2])
             out[name]["kl_less_ours"] = float(difference.mean())
             out[name]["kl_less_ours_95"] = interval(difference[draw].mean(1))
-    mass = {
-        name: {layer: [total / len(kinds)] for layer, total in by_layer.items()} for name, by_layer in lost.items()
-    }
+    mass = {name: {layer: [total / len(kinds)] for layer, total in by_layer.items()} for name, by_layer in lost.items()}
     return out, mass
 
 

@@ -7,9 +7,10 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-import smollm2
 import torch
 from torch import Tensor
+
+import smollm2
 
 CODE = ("argparse.py", "typing.py", "tarfile.py")  # of Python's standard library
 

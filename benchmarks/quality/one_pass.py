@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from token_selectors import Method, Scene
-from teacher_forced import cache_argument
 from torch import Tensor
+
+from teacher_forced import cache_argument
+from token_selectors import Method, Scene
 
 NAME = "fasa_one_pass"
 VOTERS = 32
@@ -64,9 +65,7 @@ class Harness:
         heads = allowed[None]
         sparse = self.method is not None and not window and not self.method.attends_all
         if sparse and (self.only is None or name in self.only):
-            scene = Scene(
-                q[0].float(), k[0].float(), v[0].float(), allowed, scale, name, length - n, self.voters[name]
-            )
+            scene = Scene(q[0].float(), k[0].float(), v[0].float(), allowed, scale, name, length - n, self.voters[name])
             assert self.method is not None
             heads = self.method.select(scene)
             exact = scene.scores().flatten(0, 1)

@@ -101,7 +101,11 @@ def tip_scores(scene: Scene, layer: LayerProfile, fmt: str) -> Tensor:
 
 
 def fasa(
-    layers: dict[str, LayerProfile], budget: Budget, fmt: str = "int4", reduction: str | None = "static", forced: bool = True
+    layers: dict[str, LayerProfile],
+    budget: Budget,
+    fmt: str = "int4",
+    reduction: str | None = "static",
+    forced: bool = True,
 ) -> Method:
     """Selection by dominant FCs. ``reduction=None``: a set per query head, as the paper has it."""
 

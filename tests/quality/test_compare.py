@@ -1,0 +1,144 @@
+"""The comparison of selection methods: one pass is many decode steps, and each method selects what its definition says."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import fasa_compile
+from fasa_compile.profiles import Budget
+
+transformers = pytest.importorskip("transformers")
+
+import compare  # noqa: E402
+import one_pass  # noqa: E402
+import token_selectors as ts  # noqa: E402
+from hooked_attention import hooked  # noqa: E402
+from teacher_forced import decode, like, prefill, step_of  # noqa: E402
+
+LENGTH, LAST, BUDGET = 96, 24, Budget(12, 2, 3)
+
+
+@pytest.fixture
+def model() -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        attn_implementation="sdpa",
+    )
+    model = transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
+    for name, weight in model.named_parameters():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            weight.mul_(12.0)  # attention of an untrained model is flat: no token would matter more than another
+    return model
+
+
+@pytest.mark.parametrize("reduction", ["static", "softmax_sum", "max"])
+def test_one_pass_is_decode_step_by_step(model: Any, reduction: str) -> None:
+    ids = torch.randint(1, 128, (1, LENGTH))
+    start, profile = LENGTH - LAST - 1, fasa_compile.calibrate(model, ids, progress=False)
+    tokens = ids[0, start:-1]
+    with hooked(model, profile, BUDGET, reduction=reduction):
+        steps = decode(step_of(model.forward), like(model, prefill(model, ids[:, :start], LENGTH)), tokens).log_probs
+    layers = {layer.layer: layer for layer in profile.layers}
+    with one_pass.harness(model) as h:
+        cache = one_pass.prefill(h, ids[0, :start])
+        sparse = one_pass.forced(h, cache, start, tokens, ts.fasa(layers, BUDGET, profile.fc_format, reduction))
+        dense = one_pass.forced(h, cache, start, tokens, ts.dense())
+    torch.testing.assert_close(sparse, steps, atol=1e-4, rtol=1e-4)
+    assert (sparse - dense).abs().max() > 0.05  # else the selection changed nothing and the test shows nothing
+    torch.testing.assert_close(dense, model(ids).logits[0, start:-1].log_softmax(-1), atol=1e-4, rtol=1e-4)
+
+
+def test_blocks_do_not_see_each_other(model: Any) -> None:
+    text, asked = torch.randint(1, 128, (40,)), torch.randint(1, 128, (2, 5))
+    with one_pass.harness(model) as h:
+        cache = one_pass.prefill(h, text)
+        blocks = torch.tensor([0] * 5 + [1] * 5)
+        both = one_pass.forced(h, cache, 40, asked.flatten(), ts.streaming(BUDGET), blocks)
+        alone = [one_pass.forced(h, cache, 40, one, ts.streaming(BUDGET)) for one in asked]
+    torch.testing.assert_close(both, torch.cat(alone), atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture
+def scene() -> ts.Scene:
+    n, length = 3, 64
+    allowed = torch.arange(length)[None, :] <= length - n + torch.arange(n)[:, None]
+    q, k = torch.randn(4, n, 8), torch.randn(2, length, 8)
+    return ts.Scene(q, k, torch.randn(2, length, 8), allowed, 0.5, "a", length - n, torch.randn(4, 4, 8))
+
+
+def exact(scene: ts.Scene, head: int, query: int) -> list[float]:
+    k = scene.k[head // 2]
+    return [
+        scene.scale * float(scene.q[head, query] @ k[t]) if scene.allowed[query, t] else -math.inf
+        for t in range(k.shape[0])
+    ]
+
+
+def test_oracle_takes_the_highest_true_scores(scene: ts.Scene) -> None:
+    chosen = ts.oracle(5).select(scene)
+    for head in range(4):
+        for query in range(3):
+            scores = exact(scene, head, query)
+            assert sorted(scores)[-5:] == sorted(scores[t] for t in chosen[head, query].nonzero().flatten())
+
+
+def test_streaming_keeps_first_and_last(scene: ts.Scene) -> None:
+    chosen = ts.streaming(Budget(8, 2, 4)).select(scene)
+    assert chosen[0, 0].nonzero().flatten().tolist() == [0, 1, 56, 57, 58, 59, 60, 61]
+    assert chosen[3, 2].nonzero().flatten().tolist() == [0, 1, 58, 59, 60, 61, 62, 63]
+
+
+def test_quest_takes_whole_pages_by_their_bound(scene: ts.Scene) -> None:
+    chosen = ts.quest(Budget(32, 0, 0)).select(scene)
+    for head in range(4):
+        q, k = scene.q[head, 2], scene.k[head // 2].view(4, ts.PAGE, 8)
+        bounds = [sum(max(float(q[d] * x) for x in page[:, d]) for d in range(8)) for page in k]
+        best = sorted(range(4), key=lambda p: bounds[p])[-2:]
+        assert {t // ts.PAGE for t in chosen[head, 2].nonzero().flatten().tolist()} == set(best)
+        assert int(chosen[head, 2].sum()) == 32
+
+
+def test_snapkv_keeps_what_its_window_voted_for(scene: ts.Scene) -> None:
+    chosen = ts.snapkv(Budget(10, 0, 0)).select(scene)
+    assert torch.equal(chosen[0], chosen[1])  # one set per KV head
+    kept = chosen[:, 2]
+    assert kept[:, 57:].all()  # the window (4 tokens) and what was decoded
+    assert (kept[:, :61].sum(1) == 10).all()
+
+
+def test_sparq_with_all_dims_is_exact(scene: ts.Scene) -> None:
+    assert torch.equal(ts.sparq(Budget(6, 0, 0), 8).select(scene), ts.oracle(6).select(scene))
+
+
+def test_every_method_stays_within_its_budget_and_the_past(scene: ts.Scene) -> None:
+    budget = Budget(16, 2, 4)
+    channels = {"a": torch.arange(8).expand(4, 8)}
+    for method in (ts.oracle(16), ts.oracle_shared(budget), ts.streaming(budget), ts.sparq(budget, 3)):
+        chosen = method.select(scene)
+        assert (chosen.sum(-1) == 16).all() and not (chosen & ~scene.allowed).any()
+    double = ts.double_sparsity(channels, budget).select(scene)
+    assert (double.sum(-1) == 16).all() and not (double & ~scene.allowed).any()
+
+
+def test_error_bars_hold_the_mean_and_shrink_with_the_noise() -> None:
+    dense = torch.zeros(3, 4, 64, dtype=torch.float64)
+    noisy = dense.clone()
+    noisy[1] = torch.rand(4, 64, dtype=torch.float64) + torch.tensor([0.0, 1.0, 2.0, 3.0])[:, None]
+    found = compare.summary(noisy, dense)
+    low, high = found["kl_95"]
+    assert low < found["kl"] < high and abs(found["kl"] - float(noisy[1].mean())) < 1e-12
+    assert high - low > 1.0  # the texts differ, and that is in the bars
+    same = noisy.clone()
+    same[1] = 0.5
+    assert compare.summary(same, dense)["kl_95"] == pytest.approx([0.5, 0.5])
