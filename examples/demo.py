@@ -162,7 +162,7 @@ def main() -> None:
     timed(f"dense: {dense.answer}", start)
 
     fasa_compile.reset_stats()
-    backend = fasa_compile.fasa_backend(profile, n_fac=args.n_fac, n_sink=4, n_recent=16, inner=inner)
+    backend = fasa_compile.fasa_backend(profile, n_fac=args.n_fac, n_sink=4, n_recent=16, dense_below=0, inner=inner)
     sparse = run(model, tokenizer, backend, question, read, args.new_tokens)
     timed(f"FASA:  {sparse.answer}", start)
 

@@ -178,7 +178,7 @@ class FasaBackend:
         shadow, planned = self._plan(gm, example_inputs)
         rewritten: Rewritten | None = None
         compiled: Callable[..., Any] | None = None
-        if shadow is not None and planned.sparse:
+        if shadow is not None and planned.rewritten:
             planned, rewritten = self._rewrite(shadow, planned)
         if rewritten is not None:
             examples = [*example_inputs, *(item.fake for item in rewritten.extra)]
@@ -189,13 +189,14 @@ class FasaBackend:
                 rewritten = None
         self._note(planned, decode=planned.decode or _decodes(nodes))
         if shadow is not None and rewritten is not None and compiled is not None:
-            return Runtime(compiled, rewritten.extra, sorted(shadow.relied), example_inputs)
+            steps = "sparse_steps" if planned.sparse else "dense_steps"
+            return Runtime(compiled, rewritten.extra, sorted(shadow.relied), example_inputs, counter=steps)
         return counted(inner(gm, example_inputs), "dense_steps")
 
     def _plan(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Shadow | None, Plan]:
         try:
             shadow = capture(gm, example_inputs)
-            sites = match(shadow)
+            sites = match(shadow, prove=self.policy.profile is not None)
         except Exception as problem:
             return None, self._untraced(gm, problem)
         sites = [_without_aliases(site, shadow) for site in sites]
@@ -209,7 +210,7 @@ class FasaBackend:
         Returns what stands before the profile's module paths in this frame's: "" or a wrapper's path and a dot.
         """
         profile = self.policy.profile
-        if profile == "all" or not sites:
+        if not isinstance(profile, FCProfile) or not sites:
             return ""
         prefix = _wrapper(profile, sites)
         if not any(self.policy.layer(site.layer, prefix) for site in sites):
@@ -243,7 +244,7 @@ class FasaBackend:
         return Plan(tuple(Decision(s, "dense", "capture-failed", detail) for s in found), decode=True)
 
     def _rewrite(self, shadow: Shadow, planned: Plan) -> tuple[Plan, Rewritten | None]:
-        while planned.sparse:
+        while planned.rewritten:
             try:
                 return planned, rewrite(shadow, planned)
             except NotExpressible as problem:
@@ -255,7 +256,7 @@ class FasaBackend:
     def _give_up(self, planned: Plan, reason: str, problem: Exception) -> Plan:
         self._fall_back("rewriting a graph failed; it runs as it was", problem)
         detail = f"{type(problem).__name__}: {problem}"
-        for decision in planned.sparse:
+        for decision in planned.rewritten:
             planned = demote(planned, decision.site.index, reason, detail)
         return planned
 
@@ -267,7 +268,8 @@ class FasaBackend:
 
     def _note(self, planned: Plan, *, decode: bool) -> None:
         count("sites", len(planned.decisions))
-        count("rewritten_sites", len(planned.sparse))
+        count("rewritten_sites", len(planned.rewritten))
+        count("dense_kernel_sites", len(planned.rewritten) - len(planned.sparse))
         for decision in planned.decisions:
             if decision.action == "dense":
                 decline(decision.reason)
@@ -278,13 +280,14 @@ class FasaBackend:
             self._warn(
                 "a decode graph was compiled while gradients are recorded, so it runs dense: decode under torch.no_grad()"
             )
-        expected = {"profile-dense", "within-budget", "requires-grad", "prefill"}
-        if decode and not planned.sparse and not all(d.reason in expected for d in planned.decisions):
+        expected = {"profile-dense", "within-budget", "below-break-even", "no-gain", "requires-grad", "prefill"}
+        if decode and not planned.rewritten and not all(d.reason in expected for d in planned.decisions):
             reasons = "; ".join(
                 sorted({f"{d.reason} ({why(d)})" for d in planned.decisions if d.reason not in expected})
             )
+            aim = "rewritten" if self.policy.profile is None else "made sparse"
             message = (
-                f"no attention site of this decode graph could be made sparse, so it runs dense. Found {len(planned.decisions)} "
+                f"no attention site of this decode graph could be {aim}, so it runs as it was. Found {len(planned.decisions)} "
                 f"attention nodes: {reasons}. `backend.explain()` shows each one."
             )
             if self.strict:
@@ -318,11 +321,12 @@ def _warn_unused() -> None:
 
 
 def fasa_backend(
-    profile: FCProfile | str | PathLike[str],
+    profile: FCProfile | str | PathLike[str] | None,
     *,
     n_fac: int | None = None,
     n_sink: int | None = None,
     n_recent: int | None = None,
+    dense_below: int | None = None,
     inner: Inner = "inductor",
     strict: bool = False,
     check_weights: bool = True,
@@ -330,24 +334,27 @@ def fasa_backend(
     """A backend for ``torch.compile`` that makes RoPE attention decode sparsely.
 
     ``profile``: an ``FCProfile``, the path or name of one, or ``"all"`` (every frequency chunk dominant: exact scores, no
-    calibration and no packed cache; an oracle, not a speed-up). ``n_fac``, ``n_sink``, ``n_recent``: tokens attended per KV
-    head and step, of them always the first and the last ones; they override the profile's. ``inner``: the compiler that takes
+    calibration and no packed cache; an oracle, not a speed-up), or ``None``: exact attention, every decode site with a KV cache by a
+    grouped-query kernel that reads each valid token once (on a GPU; elsewhere its plain-torch reference). ``n_fac``, ``n_sink``, ``n_recent``: tokens attended per KV
+    head and step, of them always the first and the last ones; they override the profile's. ``dense_below``: static caches of
+    fewer tokens are read densely; by default the break-even length of the cost model on a GPU (``fasa_compile.cost``), and 0
+    elsewhere. ``inner``: the compiler that takes
     the rewritten graph. ``strict``: raise where the default is to warn and stay dense. ``check_weights=False`` accepts a profile
     made for other weights of the same shapes.
 
     With ``n_fac`` at least the context length the result equals dense attention. Raises ``ProfileError`` for a profile that
-    cannot be read, ``BudgetError`` for an impossible budget; and, when a graph is compiled, ``ProfileError`` for a profile
+    cannot be read, ``BudgetError`` for an impossible budget or ``dense_below``; and, when a graph is compiled, ``ProfileError`` for a profile
     that does not belong to the model and (``strict``) ``NoSitesError`` when a decode graph has nothing to rewrite.
     """
     overrides = {name: v for name, v in (("n_fac", n_fac), ("n_sink", n_sink), ("n_recent", n_recent)) if v is not None}
-    loaded: FCProfile | Literal["all"]
-    if isinstance(profile, FCProfile) or profile == "all":
+    loaded: FCProfile | Literal["all"] | None
+    if profile is None or isinstance(profile, FCProfile) or profile == "all":
         loaded = profile  # type: ignore[assignment]
     else:
         loaded = load_profile(profile)
     if not (inner in ("inductor", "eager") or callable(inner)):
         raise TypeError(f"inner: expected 'inductor', 'eager' or a callable backend, found {inner!r}")
-    policy = Policy(loaded, overrides)
+    policy = Policy(loaded, overrides, dense_below)
     policy.budget_for(None)  # an impossible budget is an error now, not at the first graph
     return FasaBackend(policy, inner, strict, check_weights)
 
@@ -362,11 +369,11 @@ def fasa(
     given = dict(options or {})
     mine = {
         name: given.pop(name)
-        for name in ("profile", "n_fac", "n_sink", "n_recent", "inner", "strict", "check_weights")
+        for name in ("profile", "n_fac", "n_sink", "n_recent", "dense_below", "inner", "strict", "check_weights")
         if name in given
     }
     if "profile" not in mine:
-        raise TypeError('backend="fasa" needs options={"profile": <path or name of a profile, or "all">}')
+        raise TypeError('backend="fasa" needs options={"profile": <path or name of a profile, "all" or None>}')
     profile = mine.pop("profile")
     key = (
         str(profile) if not isinstance(profile, FCProfile) else id(profile),

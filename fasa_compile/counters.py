@@ -11,9 +11,10 @@ _NAMES = (
     "graphs",  # graphs Dynamo handed to the backend
     "decode_graphs",  # of these, graphs with an attention that has one query per sequence
     "sites",  # attention nodes of the graphs that were read, matched or not; a plain prefill graph is not read
-    "rewritten_sites",  # attention nodes replaced by a sparse decode
-    "sparse_steps",  # calls of a graph with at least one rewritten site
-    "dense_steps",  # calls of a graph that has attention and no rewritten site
+    "rewritten_sites",  # attention nodes replaced, by a sparse decode or by the exact dense kernel
+    "dense_kernel_sites",  # of these, attention nodes replaced by the dense kernel
+    "sparse_steps",  # calls of a graph with at least one sparse site
+    "dense_steps",  # calls of a graph that has attention and no sparse site
     "state_rebuilds",  # packed FC caches made anew from K, one per layer and event
 )
 _counts: Counter[str] = Counter()
@@ -35,7 +36,7 @@ def decline(reason: str) -> None:
 def stats() -> dict[str, Any]:
     """Counters since the last ``reset_stats()``.
 
-    Keys: ``graphs``, ``decode_graphs``, ``sites``, ``rewritten_sites``, ``sparse_steps``, ``dense_steps``, ``state_rebuilds``
+    Keys: ``graphs``, ``decode_graphs``, ``sites``, ``rewritten_sites``, ``dense_kernel_sites``, ``sparse_steps``, ``dense_steps``, ``state_rebuilds``
     (ints) and ``declined`` (reason -> number of attention sites). Every attention site that was found is either in
     ``rewritten_sites`` or in ``declined``: ``sites == rewritten_sites + sum(declined.values())``.
     """

@@ -30,13 +30,15 @@ from fasa_compile.patterns.tables import POSITION, Marks, Tables, is_size, mark
 from fasa_compile.sites import AttentionSite, Cache, Expr, NoMatch, Rope
 
 
-def match(shadow: Shadow) -> list[AttentionSite | NoMatch]:
+def match(shadow: Shadow, *, prove: bool = True) -> list[AttentionSite | NoMatch]:
     """Every attention of the graph, matched or not: one that cannot be read is a ``NoMatch``.
+
+    ``prove=False`` asks for no rotary embedding of attentions over a cache, for exact attention: their ``rope`` has no pairs.
 
     Raises ``TensorifyScalarRestartAnalysis`` where a scale is a Python float that Dynamo made a symbol of (``dynamic=True``): the
     backend lets it pass, and Dynamo traces the graph again with the float as a guarded number.
     """
-    reader = _Reader(shadow)
+    reader = _Reader(shadow, prove)
     found: list[AttentionSite | NoMatch] = []
     for node in shadow.gm.graph.nodes:
         for name, anchor in attention.anchors_at(node):
@@ -65,8 +67,9 @@ class _Keys:
 class _Reader:
     """What is read once per graph, and the walk of one attention."""
 
-    def __init__(self, shadow: Shadow) -> None:
+    def __init__(self, shadow: Shadow, prove: bool = True) -> None:
         self.shadow = shadow
+        self.prove = prove
         self.marks: Marks = mark(shadow)
         self.tables = Tables(shadow, self.marks)
         self.data_inputs: frozenset[fx.Node] = frozenset()
@@ -132,7 +135,8 @@ class _Reader:
         length, dv = layout.size_of(found.k)[2], layout.size_of(found.v)[3]
         found = self._regrouped(found, (b, hq, length, d))
         keys = self._keys(found, (b, hq, length, d), trace)
-        proven = self._prove(found, keys, t, trace)
+        cached = keys.write is not None and length != t
+        proven = self._prove(found, keys, t, trace) if self.prove or not cached else Rope((), d)
 
         def held(node: fx.Node) -> fx.Node | None:
             return self._held(node, output)

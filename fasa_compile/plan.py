@@ -1,15 +1,21 @@
-"""Plan: attention sites + profile + shapes -> one decision per site. Pure data; nothing is edited and nothing runs."""
+"""Plan: attention sites + profile + shapes -> one decision per site. Pure data; nothing is edited and nothing runs.
+
+A decode site becomes ``sparse``; or ``dense-kernel``, exact attention by one grouped-query kernel that reads each valid token
+once; or stays ``dense``, as the model has it. With a profile the dense kernel stands in on a GPU wherever a decode site that could
+be rewritten is not worth it sparsely; without one (``fasa_backend(None)``) every such site gets it.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
-from fasa_compile.errors import ProfileError
+from fasa_compile.cost import Cost, Shape, card, cost_of
+from fasa_compile.errors import BudgetError, ProfileError
 from fasa_compile.profiles.schema import Budget, FCProfile, LayerProfile, check_layer
 from fasa_compile.sites import AttentionSite, NoMatch
 from fasa_compile.triton_kernels.formats import FCFormat, bytes_per_token, check_format
@@ -19,6 +25,9 @@ WHY_DENSE: dict[str, str] = {
     "prefill": "more than one query per sequence: prefill and verification steps stay dense",
     "no-cache": "no cached keys: there is nothing to select from",
     "within-budget": "the cache holds no more tokens than the budget, so dense attention reads as little",
+    "below-break-even": "dense attention is expected to be faster at this length of the cache (dense_below=0 has it sparse)",
+    "dense-mode": "no profile: the backend was asked for exact attention",
+    "no-gain": "exact attention that the model's own kernel computes as well: no mask, no KV head shared by query heads",
     "unknown-layer": "the graph starts inside the model (a graph break, or a part compiled on its own), so it may serve several "
     "layers and none of the profile's entries can be picked for it",
     "profile-dense": "the profile says that this layer stays dense",
@@ -42,8 +51,8 @@ class Decision:
     """What becomes of one attention site."""
 
     site: AttentionSite | NoMatch
-    action: Literal["sparse", "dense"]
-    reason: str = ""  # a key of WHY_DENSE or sites.REASONS where the action is "dense"
+    action: Literal["sparse", "dense-kernel", "dense"]
+    reason: str = ""  # a key of WHY_DENSE or sites.REASONS where the action is not "sparse"
     detail: str = ""
     state: StateKind = "none"
     profile: LayerProfile | None = None
@@ -51,7 +60,8 @@ class Decision:
     fc_format: FCFormat = "fp32"
     reduction: str = "softmax_sum"
     dense_bytes: int = 0  # of K and V read per decode step at full cache, dense
-    sparse_bytes: int = 0  # the same, sparse: packed FC cache + selected K and V rows
+    sparse_bytes: int = 0  # the same, as decided: sparse, the packed FC cache and the selected K and V rows
+    cost: Cost | None = None  # of a decode site: bytes, memory, and on a GPU expected times and the break-even length
 
 
 @dataclass(frozen=True)
@@ -65,26 +75,40 @@ class Plan:
     def sparse(self) -> tuple[Decision, ...]:
         return tuple(d for d in self.decisions if d.action == "sparse")
 
+    @property
+    def rewritten(self) -> tuple[Decision, ...]:
+        """What the graph is edited for: sparse sites and those of the dense kernel."""
+        return tuple(d for d in self.decisions if d.action != "dense")
+
 
 @dataclass(frozen=True)
 class Policy:
-    """What the user asked for: a profile (or every FC) and budget overrides."""
+    """What the user asked for: a profile (every FC; none, for exact attention), budget overrides, and the length of a static
+    cache below which it is read densely (``None``: the break-even of the cost model, on a GPU)."""
 
-    profile: FCProfile | Literal["all"]
+    profile: FCProfile | Literal["all"] | None
     overrides: dict[str, int] = field(default_factory=dict)
+    dense_below: int | None = None
+
+    def __post_init__(self) -> None:
+        n = self.dense_below
+        if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 0):
+            raise BudgetError(
+                f"dense_below: expected a number of tokens >= 0, or None for the cost model's, found {n!r}"
+            )
 
     def layer(self, name: str, prefix: str) -> LayerProfile | None:
         """The profile's entry for the attention at module path ``name``, whose first part ``prefix`` wraps the model."""
-        assert self.profile != "all"
+        assert isinstance(self.profile, FCProfile)
         return self.profile.by_layer(name.removeprefix(prefix))
 
     def uncalibrated(self, name: str, prefix: str) -> bool:
         """Whether calibration met this layer and could not read it."""
-        assert self.profile != "all"
+        assert isinstance(self.profile, FCProfile)
         return name.removeprefix(prefix) in self.profile.model.extra.get("uncalibrated", [])
 
     def budget_for(self, layer: LayerProfile | None) -> Budget:
-        base = Budget() if self.profile == "all" else self.profile.budget
+        base = self.profile.budget if isinstance(self.profile, FCProfile) else Budget()
         if layer is not None and layer.n_fac is not None:
             base = base.replace(n_fac=layer.n_fac)
         return base.replace(**self.overrides)
@@ -110,6 +134,10 @@ def kernels_missing(device: torch.device) -> bool:
     return device.type == "cuda" and importlib.util.find_spec("triton") is None
 
 
+def on_gpu(site: AttentionSite) -> bool:
+    return bool(site.k.node.meta["val"].device.type == "cuda")
+
+
 def _wants_decode(site: AttentionSite) -> bool:
     return is_one(site.shape[3]) and site.cache.kind != "none"
 
@@ -132,10 +160,11 @@ def _state_kind(site: AttentionSite, data: bool) -> StateKind:
     return "packed" if kept else "repacked"
 
 
-def _read_bytes(site: AttentionSite, itemsize: int, budget: Budget, fc_bytes: int) -> tuple[int, int]:
-    B, _, Hkv, _, L, D, Dv = (hint(s) for s in site.shape)
-    row = (D + Dv) * itemsize
-    return B * Hkv * L * row, B * Hkv * (L * fc_bytes + min(budget.n_fac, L) * row)
+def _cost(site: AttentionSite, budget: Budget, fc_bytes: int, width: int, state: StateKind) -> Cost:
+    B, Hq, Hkv, _, L, D, Dv = (hint(s) for s in site.shape)
+    key = site.k.node.meta["val"]
+    shape = Shape(B, L, Hkv, Hq // Hkv, D, Dv, key.dtype.itemsize, budget.n_fac, width, fc_bytes)
+    return cost_of(shape, card(key.device), kept=state == "packed", packs=state == "repacked")
 
 
 def _is_part_of(layer: str, profile: FCProfile) -> bool:
@@ -170,10 +199,9 @@ def _decide(site: AttentionSite | NoMatch, policy: Policy, *, grad: bool, autoca
         return Decision(site, "dense", "no-triton")
     _, Hq, Hkv, _, L, D, _ = site.shape
     layer: LayerProfile | None = None
-    itemsize = tensors[1].dtype.itemsize
     fmt: FCFormat
-    if policy.profile == "all":
-        fmt, reduction, fc_bytes = "fp32", "softmax_sum", hint(D) * itemsize
+    if not isinstance(policy.profile, FCProfile):
+        fmt, reduction, fc_bytes = "fp32", "softmax_sum", hint(D) * tensors[1].dtype.itemsize
     else:
         layer = policy.layer(site.layer, prefix)
         if layer is None and policy.uncalibrated(site.layer, prefix):
@@ -186,23 +214,49 @@ def _decide(site: AttentionSite | NoMatch, policy: Policy, *, grad: bool, autoca
         fmt, reduction = check_format(policy.profile.fc_format), policy.profile.reduction
         fc_bytes = bytes_per_token(2 * layer.n_tip, fmt)
     budget = policy.budget_for(layer)
-    dense_bytes, sparse_bytes = _read_bytes(site, itemsize, budget, fc_bytes)
+    state = _state_kind(site, layer is not None)
+    cost = _cost(site, budget, fc_bytes, 0 if layer is None else 2 * layer.n_tip, state)
     decision = Decision(
         site,
         "sparse",
-        state=_state_kind(site, layer is not None),
+        state=state,
         profile=layer,
         budget=budget,
         fc_format=fmt,
         reduction=reduction,
-        dense_bytes=dense_bytes,
-        sparse_bytes=sparse_bytes,
+        dense_bytes=cost.dense_bytes,
+        sparse_bytes=cost.sparse_bytes,
+        cost=cost,
     )
+    if policy.profile is None:
+        return _exact(replace(decision, budget=None), "dense-mode", always=not on_gpu(site))
     if layer is not None and layer.dense:
-        return _dense(decision, "profile-dense")
+        return _exact(decision, "profile-dense")
     if isinstance(L, int) and budget.n_fac >= L:
-        return _dense(decision, "within-budget", f"{L} tokens of cache, n_fac {budget.n_fac}")
+        return _exact(decision, "within-budget", f"{L} tokens of cache, n_fac {budget.n_fac}")
+    least = policy.dense_below if policy.dense_below is not None else cost.break_even
+    if layer is not None and least is not None and all(isinstance(n, int) for n in site.shape) and least > L:
+        return _exact(decision, "below-break-even", f"{L} tokens of cache, break-even {least}")
     return decision
+
+
+def _shares_nothing(site: AttentionSite) -> bool:
+    """Whether the model's own attention reads what the dense kernel would: one KV head per query head and no mask."""
+    return site.anchor == "sdpa" and site.mask is None and site.sinks is None and site.shape[1] == site.shape[2]
+
+
+def _exact(decision: Decision, reason: str, detail: str = "", *, always: bool = False) -> Decision:
+    """The decision as exact attention: by the dense kernel on a GPU (``always``: anywhere), unless that gains nothing."""
+    site = decision.site
+    assert isinstance(site, AttentionSite)
+    dense = _dense(decision, reason, detail)
+    if always:
+        return replace(dense, action="dense-kernel")
+    if not on_gpu(site):
+        return dense
+    if _shares_nothing(site):
+        return _dense(decision, "no-gain") if reason == "dense-mode" else dense
+    return replace(dense, action="dense-kernel")
 
 
 def _dense(decision: Decision, reason: str, detail: str = "") -> Decision:
@@ -214,6 +268,7 @@ def _dense(decision: Decision, reason: str, detail: str = "") -> Decision:
         budget=decision.budget,
         dense_bytes=decision.dense_bytes,
         sparse_bytes=decision.dense_bytes,
+        cost=decision.cost,
     )
 
 

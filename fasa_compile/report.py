@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Any
 
+from fasa_compile.cost import NEVER
 from fasa_compile.plan import WHY_DENSE, Decision, hint
 from fasa_compile.sites import REASONS, AttentionSite
 
@@ -18,7 +20,9 @@ class Row:
     layer: str
     source: str
     anchor: str
-    decision: str  # "sparse" or "dense"
+    decision: (
+        str  # "sparse", "dense-kernel" (exact, grouped, each valid token read once) or "dense" (as the model has it)
+    )
     reason: str  # stable key; "" where sparse
     why: str  # the reason in words, with what was found
     rope: str  # kind and rotated width, e.g. "half-split 64/64"
@@ -28,7 +32,12 @@ class Row:
     budget: str  # "n_fac (n_sink + n_recent)"
     n_tip: int
     dense_bytes: int  # of K and V read per decode step, batch included, cache full
-    sparse_bytes: int
+    sparse_bytes: int  # of what was decided
+    packed_bytes: int  # of the packed FC cache, kept from step to step
+    scratch_bytes: int  # needed while this site runs; sites take turns
+    dense_us: float | None  # expected times by the cost model, on a GPU
+    sparse_us: float | None
+    break_even: int | None  # the shortest cache that is expected to be read no slower sparsely
 
 
 @dataclass(frozen=True)
@@ -62,17 +71,54 @@ def _row(graph: int, decision: Decision) -> Row:
         n_tip=decision.profile.n_tip if decision.profile is not None else 0,
         dense_bytes=decision.dense_bytes,
         sparse_bytes=decision.sparse_bytes,
+        **_costs(decision),
     )
     budget = decision.budget
     text = f"{budget.n_fac} ({budget.n_sink}+{budget.n_recent})" if budget is not None else ""
     if not isinstance(site, AttentionSite):
         return Row(rope="", cache="", heads="", budget="", **common)  # type: ignore[arg-type]
     _, Hq, Hkv, _, _, D, _ = (hint(s) for s in site.shape)
-    rope = f"{site.rope.kind} {site.rope.rotary_dim}/{D}"
+    rope = f"{site.rope.kind} {site.rope.rotary_dim}/{D}" if site.rope.pairs else ""
     if abs(site.rope.magnitude - 1.0) > 1e-3:
         rope += f" x{site.rope.magnitude:.3g}"
     cache = site.cache.kind + (f" ({site.cache.write})" if site.cache.write else "")
     return Row(rope=rope, cache=cache, heads=f"{Hq}/{Hkv} x {D}", budget=text, **common)  # type: ignore[arg-type]
+
+
+def _costs(decision: Decision) -> dict[str, Any]:
+    """The cost model's fields of a row."""
+    cost, sparse = decision.cost, decision.action == "sparse"
+    if cost is None:
+        return dict(packed_bytes=0, scratch_bytes=0, dense_us=None, sparse_us=None, break_even=None)
+    scratch = cost.sparse_scratch if sparse else cost.dense_scratch if decision.action == "dense-kernel" else 0
+    possible = decision.profile is not None or sparse or decision.reason in ("within-budget", "below-break-even")
+    return dict(
+        packed_bytes=cost.packed_bytes if sparse else 0,
+        scratch_bytes=scratch,
+        dense_us=cost.dense_us,
+        sparse_us=cost.sparse_us if possible else None,
+        break_even=cost.break_even if possible else None,
+    )
+
+
+def _costs_in_words(rows: list[Row], card: str) -> list[str]:
+    """Memory and expected times of a graph."""
+    lines = []
+    if any(r.scratch_bytes for r in rows):
+        packed, scratch = sum(r.packed_bytes for r in rows), max(r.scratch_bytes for r in rows)
+        lines.append(f"memory: packed FC caches {_megabytes(packed) or 'none'}, scratch {_megabytes(scratch)}")
+    timed = [r for r in rows if r.dense_us is not None and r.decision != "dense"]
+    if timed:
+        dense = sum(r.dense_us or 0.0 for r in timed)
+        chosen = sum((r.sparse_us if r.decision == "sparse" else r.dense_us) or 0.0 for r in timed)
+        lines.append(
+            f"expected attention time per step (cache full, constants of {card}): {chosen:.0f} us, dense kernel {dense:.0f} us"
+        )
+        lengths = sorted({r.break_even for r in timed if r.break_even is not None})
+        if lengths:
+            words = ", ".join("never" if n >= NEVER else f"{n} tokens" for n in lengths)
+            lines.append(f"break-even: {words}")
+    return lines
 
 
 def _table(header: list[str], rows: list[list[str]]) -> list[str]:
@@ -114,9 +160,12 @@ class Report:
         lines: list[str] = []
         for graph in self.graphs:
             n = sum(d.action == "sparse" for d in graph.decisions)
+            exact = sum(d.action == "dense-kernel" for d in graph.decisions)
             head = f"graph {graph.index}: {graph.kind}"
             if graph.decisions:
                 head += f", {n} of {len(graph.decisions)} attention sites decode sparsely"
+            if exact:
+                head += f", {exact} exactly by the dense kernel"
             lines.append(head + (f" ({graph.note})" if graph.note else ""))
             lines += [f"  {line}" for line in self._graph_table(graph)]
         if not self.sparse:
@@ -157,4 +206,5 @@ class Report:
                 ]
             )
         reasons = sorted({(r.reason, r.why) for r in rows if r.reason})
-        return _table(header, cells) + [f"{key}: {text}" for key, text in reasons]
+        card = next((d.cost.card for d in graph.decisions if d.cost is not None), "")
+        return _table(header, cells) + [f"{key}: {text}" for key, text in reasons] + _costs_in_words(rows, card)

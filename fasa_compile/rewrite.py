@@ -1,6 +1,7 @@
 """Rewrite: plan -> an edited copy of the Dynamo graph. The graph that Dynamo made is never touched.
 
-A site's attention call is replaced by one sparse decode that reads the model's own cache before any repetition of KV heads.
+A site's attention call is replaced by one sparse decode, or by the dense kernel, which read the model's own cache before any
+repetition of KV heads.
 On a GPU the replacement is a custom operator (Triton kernels); elsewhere it is the plain-torch reference, which the inner
 compiler traces and fuses like the rest of the model. What the sparse decode needs beside the model's tensors (the packed FC
 cache and the layer's profile) enters as extra graph inputs after Dynamo's own, bound by ``runtime``.
@@ -186,7 +187,7 @@ def uses_kernels(device: torch.device) -> bool:
 def _extra_inputs(shadow: Shadow, decision: Decision) -> list[ExtraInput]:
     site, layer = decision.site, decision.profile
     assert isinstance(site, AttentionSite)
-    if layer is None:
+    if layer is None or decision.action != "sparse":
         return []
     key = site.k.node.meta["val"]
     B, Hq, Hkv, _, L, _, _ = site.shape
@@ -214,7 +215,7 @@ def _extra_inputs(shadow: Shadow, decision: Decision) -> list[ExtraInput]:
 
 def _emit_site(emit: Emitter, decision: Decision, inputs: dict[str, fx.Node], bounds: dict[Any, fx.Node]) -> None:
     site, budget, layer = decision.site, decision.budget, decision.profile
-    assert isinstance(site, AttentionSite) and budget is not None
+    assert isinstance(site, AttentionSite)
     at = site.output
     kernels = _Kernels(emit, at, gpu=uses_kernels(site.k.node.meta["val"].device))
     q = emit.expr(site.q, at)
@@ -222,6 +223,17 @@ def _emit_site(emit: Emitter, decision: Decision, inputs: dict[str, fx.Node], bo
     v = emit.expr(site.v, at, views_only=True)
     mask = emit.expr(site.mask, at) if site.mask is not None else None
     sinks = emit.expr(site.sinks, at) if site.sinks is not None else None
+    limits = None
+    if mask is not None:
+        seen = (site.mask, str(site.shape[4]))  # by its name: a symbolic length has no hash
+        if seen not in bounds:
+            bounds[seen] = kernels.mask_bounds(mask, emit.length(k, site.shape[4], at))
+        limits = bounds[seen]
+    if decision.action == "dense-kernel":
+        arguments = (q, k, v, mask, limits)
+        exact = kernels.dense_decode(arguments, scale=site.scale, softcap=site.softcap, sinks=sinks)
+        return _replace(emit, site, exact)
+    assert budget is not None
     profile = tuple(inputs.get(role) for role in ("dims", "centre", "spread"))
     data, meta, slots = inputs.get("data"), inputs.get("meta"), None
     if decision.state == "packed":
@@ -229,12 +241,6 @@ def _emit_site(emit: Emitter, decision: Decision, inputs: dict[str, fx.Node], bo
         slots = emit.expr(site.cache.slots, at)
     elif decision.state == "repacked":
         data, meta = kernels.pack(k, profile, decision.fc_format)
-    limits = None
-    if mask is not None:
-        seen = (site.mask, str(site.shape[4]))  # by its name: a symbolic length has no hash
-        if seen not in bounds:
-            bounds[seen] = kernels.mask_bounds(mask, emit.length(k, site.shape[4], at))
-        limits = bounds[seen]
     result = kernels.sparse_decode(
         (q, k, v, data, meta, *profile, inputs.get("norm"), mask, limits),
         slots,
@@ -248,6 +254,12 @@ def _emit_site(emit: Emitter, decision: Decision, inputs: dict[str, fx.Node], bo
         fmt=decision.fc_format,
         reduction=decision.reduction if layer is not None else "softmax_sum",
     )
+    _replace(emit, site, result)
+
+
+def _replace(emit: Emitter, site: AttentionSite, result: fx.Node) -> None:
+    """Puts the canonical ``result [B, Hq, 1, Dv]`` where the site's attention was."""
+    at = site.output
     result = emit.steps(result, site.output_steps, at)
     old = emit.nodes[at]
     old.replace_all_uses_with(result)
@@ -283,6 +295,11 @@ class _Kernels:
             self.emit.call(self.at, reference.pack_rows_, (data, meta, k, slots, dims, centre, spread, how["fmt"]))
         return self.emit.call(self.at, reference.sparse_decode, arguments, **how)
 
+    def dense_decode(self, arguments: tuple[Any, ...], **how: Any) -> fx.Node:
+        if self.gpu:
+            return self._op("dense_decode", arguments, **how, version=ops.KERNEL_VERSION)
+        return self.emit.call(self.at, reference.dense_decode, arguments, **how)
+
     def _op(self, name: str, arguments: tuple[Any, ...], **keywords: Any) -> fx.Node:
         return self.emit.call(self.at, getattr(torch.ops.fasa, name).default, arguments, **keywords)
 
@@ -293,7 +310,7 @@ def _place(shadow: Shadow, decision: Decision) -> int:
 
 
 def rewrite(shadow: Shadow, plan: Plan) -> Rewritten:
-    """Replace every sparse decision's attention in a copy of the Dynamo graph.
+    """Replace the attention of every decision that asks for it in a copy of the Dynamo graph.
 
     Raises ``NotExpressible`` with the site's index as second argument where a site's tensors cannot be named at its place;
     the caller turns that one decision dense and starts again from the untouched graph.
@@ -303,7 +320,7 @@ def rewrite(shadow: Shadow, plan: Plan) -> Rewritten:
     extra: list[ExtraInput] = []
     bounds: dict[Any, fx.Node] = {}
     # In program order of the outputs, so that what one site computes is there for the next.
-    for decision in sorted(plan.sparse, key=lambda d: _place(shadow, d)):
+    for decision in sorted(plan.rewritten, key=lambda d: _place(shadow, d)):
         inputs: dict[str, fx.Node] = {}
         for item in _extra_inputs(shadow, decision):
             inputs[item.role] = _add_input(twin, f"fasa_{decision.site.index}_{item.role}", item.fake)

@@ -47,12 +47,22 @@ class PackedCache:
 class _Keeper:
     """Keeps the packed caches of one site in step with whatever K tensors the site is called with."""
 
-    def __init__(self, decision: Decision, constants: dict[str, torch.Tensor], k_input: int) -> None:
+    def __init__(
+        self, decision: Decision, constants: dict[str, torch.Tensor], k_input: int, bound: list[torch.Tensor | None]
+    ) -> None:
         self.decision = decision
+        self.bound = bound  # the runtime's extra inputs
+        self.places: dict[str, int] = {}  # of these, where the state of this site goes, by role
         self.constants = constants
         self.k_input = k_input
         self.current: PackedCache | None = None
         self.caches: dict[int, PackedCache] = {}
+
+    def bind(self, packed: PackedCache | None) -> None:
+        """Make ``packed`` the one that the graph is called with."""
+        self.current = packed
+        for role, place in self.places.items():
+            self.bound[place] = getattr(packed, role) if packed is not None else None
 
     def _canonical(self, k: torch.Tensor) -> torch.Tensor:
         site = self.decision.site
@@ -69,7 +79,7 @@ class _Keeper:
             if keeper is not None:
                 gone = keeper.caches.pop(key, None)
                 if keeper.current is gone:
-                    keeper.current = None
+                    keeper.bind(None)
 
         return drop
 
@@ -104,7 +114,6 @@ class _Keeper:
             packed.meta.copy_(meta)
         packed.address = k.data_ptr()
         count("state_rebuilds")
-        self.current = packed
         return packed
 
 
@@ -143,36 +152,37 @@ class Runtime:
         extra: Sequence[ExtraInput],
         relied: Iterable[int] = (),
         example_inputs: Sequence[Any] = (),
+        *,
+        counter: str = "sparse_steps",
     ) -> None:
         self._compiled = compiled
+        self._counter = counter
         self._relied = [_Number(i, example_inputs[i]) for i in relied if isinstance(example_inputs[i], torch.Tensor)]
         self._lock = threading.Lock()
         self._keepers: list[_Keeper] = []
-        self._fixed: list[torch.Tensor | None] = []  # extra inputs that never change; None where a keeper supplies it
-        self._supplied: list[tuple[int, int, str]] = []  # (position among the extra inputs, keeper, role)
+        self._extra: list[torch.Tensor | None] = []  # constants of the profile, and what the keepers bind
         self._cuda = any(item.fake.is_cuda for item in extra)
         constants: dict[int, dict[str, torch.Tensor]] = {}
         for position, item in enumerate(extra):
             decision, site = item.decision, item.decision.site
             assert isinstance(site, AttentionSite)
             if item.role in STATE_ROLES and decision.state != "packed":
-                self._fixed.append(torch.zeros(item.fake.shape, dtype=item.fake.dtype, device=item.fake.device))
+                self._extra.append(torch.zeros(item.fake.shape, dtype=item.fake.dtype, device=item.fake.device))
             elif item.role in STATE_ROLES:
                 if item.role == "data":
                     assert site.cache.k_input is not None
-                    self._keepers.append(_Keeper(decision, constants[site.index], site.cache.k_input))
-                self._supplied.append((position, len(self._keepers) - 1, item.role))
-                self._fixed.append(None)
+                    self._keepers.append(_Keeper(decision, constants[site.index], site.cache.k_input, self._extra))
+                self._keepers[-1].places[item.role] = position
+                self._extra.append(None)
             else:
                 value = profile_constant(decision, item.role).to(item.fake.device)
                 constants.setdefault(site.index, {})[item.role] = value
-                self._fixed.append(value)
+                self._extra.append(value)
 
     def __call__(self, *arguments: Any) -> Any:
         with self._lock:
             for number in self._relied:
                 number.check(arguments)
-            extra = self._fixed.copy()
             capturing = self._cuda and torch.cuda.is_current_stream_capturing()
             for keeper in self._keepers:
                 k = arguments[keeper.k_input]
@@ -181,11 +191,9 @@ class Runtime:
                     packed = keeper.caches.get(id(k))
                     if packed is None or capturing or not packed.agrees(k):
                         packed = keeper.refresh(k, capturing=capturing)
-                    keeper.current = packed
-            for position, keeper_index, role in self._supplied:
-                extra[position] = getattr(self._keepers[keeper_index].current, role)
+                    keeper.bind(packed)
             try:
-                result = self._compiled(*arguments, *extra)
+                result = self._compiled(*arguments, *self._extra)
             except BaseException:
                 self._distrust()
                 raise
@@ -193,7 +201,7 @@ class Runtime:
                 packed = keeper.current
                 if packed is not None and not packed.frozen:
                     packed.version = arguments[keeper.k_input]._version
-            count("sparse_steps")
+            count(self._counter)
             return result
 
     def _distrust(self) -> None:

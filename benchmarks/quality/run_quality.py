@@ -115,7 +115,7 @@ class DecodePath:
         forward = model.forward
         if name == "compiled":
             backend = fasa_compile.fasa_backend(
-                profile, n_fac=args.n_fac, n_sink=args.n_sink, n_recent=args.n_recent, inner=args.inner
+                profile, n_fac=args.n_fac, n_sink=args.n_sink, n_recent=args.n_recent, dense_below=0, inner=args.inner
             )
             forward = torch.compile(model.forward, backend=backend)
         self._step = step_of(forward)

@@ -35,7 +35,8 @@ IDS = torch.randint(0, 512, (2, 300), generator=torch.Generator().manual_seed(3)
 
 def compiled(model, profile, mode=None, **how):
     torch._dynamo.reset()
-    backend = fasa_backend(profile, check_weights=False, strict=True, **how)
+    # dense_below=0: caches this short are read faster densely, and the cost model would have them so.
+    backend = fasa_backend(profile, check_weights=False, strict=True, **({"dense_below": 0} | how))
     return torch.compile(model, backend=backend, mode=mode)
 
 
@@ -89,7 +90,9 @@ def test_two_hundred_steps_in_cuda_graphs():
         for anew in (False, True):
             torch._dynamo.utils.counters.clear()
             runtimes = []
-            backend = fasa_backend(llama_profile(2, fc_format="int4"), n_fac=40, check_weights=False, strict=True)
+            backend = fasa_backend(
+                llama_profile(2, fc_format="int4"), n_fac=40, check_weights=False, strict=True, dense_below=0
+            )
 
             def keep(gm, inputs, backend=backend, runtimes=runtimes, **how):
                 made = backend(gm, inputs, **how)
@@ -123,7 +126,7 @@ def test_a_user_captured_graph_is_never_stale():  # trial F6
     profile = llama_profile(2, fc_format="int4")
     dense = decode(model, model, ids, cache_for(model, "static", 256), 12)
     runtimes = []
-    backend = fasa_backend(profile, n_fac=100, check_weights=False, strict=True)
+    backend = fasa_backend(profile, n_fac=100, check_weights=False, strict=True, dense_below=0)
 
     def keep(gm, inputs):
         runtimes.append(backend(gm, inputs))

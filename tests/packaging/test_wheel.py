@@ -94,7 +94,9 @@ def _shipped(folder: str) -> set[str]:
     """Files of a package folder that belong into the wheel, relative to the folder."""
     files = (p for p in (ROOT / folder).rglob("*") if p.is_file() and "__pycache__" not in p.parts)
     wanted = {".py"} | (PROFILE_DATA if folder == "profiles" else set())
-    return {str(p.relative_to(ROOT / folder)) for p in files if p.suffix in wanted or p.name == "py.typed"}
+    return {
+        str(p.relative_to(ROOT / folder)) for p in files if p.suffix in wanted or p.name in ("py.typed", "cards.json")
+    }
 
 
 def test_wheel_has_one_import_name_and_every_file(installed: Installed) -> None:
