@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -175,11 +176,13 @@ class FasaBackend:
         if _only_prefill(nodes):
             self._record("prefill", note=f"{len(nodes)} attention sites, dense")
             return counted(inner(gm, example_inputs), "dense_steps")
+        began = time.perf_counter()
         shadow, planned = self._plan(gm, example_inputs)
         rewritten: Rewritten | None = None
         compiled: Callable[..., Any] | None = None
         if shadow is not None and planned.rewritten:
             planned, rewritten = self._rewrite(shadow, planned)
+        seconds = time.perf_counter() - began
         if rewritten is not None:
             examples = [*example_inputs, *(item.fake for item in rewritten.extra)]
             try:
@@ -187,7 +190,7 @@ class FasaBackend:
             except Exception as problem:
                 planned = self._give_up(planned, "rewrite-failed", problem)
                 rewritten = None
-        self._note(planned, decode=planned.decode or _decodes(nodes))
+        self._note(planned, decode=planned.decode or _decodes(nodes), seconds=seconds)
         if shadow is not None and rewritten is not None and compiled is not None:
             steps = "sparse_steps" if planned.sparse else "dense_steps"
             return Runtime(compiled, rewritten.extra, sorted(shadow.relied), example_inputs, counter=steps)
@@ -266,7 +269,7 @@ class FasaBackend:
         log.warning("%s: %s: %s", what, type(problem).__name__, problem, exc_info=problem)
         self._warn(f"{what} ({type(problem).__name__}: {problem}). strict=True raises instead.")
 
-    def _note(self, planned: Plan, *, decode: bool) -> None:
+    def _note(self, planned: Plan, *, decode: bool, seconds: float) -> None:
         count("sites", len(planned.decisions))
         count("rewritten_sites", len(planned.rewritten))
         count("dense_kernel_sites", len(planned.rewritten) - len(planned.sparse))
@@ -275,7 +278,7 @@ class FasaBackend:
                 decline(decision.reason)
         if decode:
             count("decode_graphs")
-        self._record("decode" if decode else "no cached decode", planned.decisions)
+        self._record("decode" if decode else "no cached decode", planned.decisions, seconds=seconds)
         if any(d.reason == "requires-grad" for d in planned.decisions):
             self._warn(
                 "a decode graph was compiled while gradients are recorded, so it runs dense: decode under torch.no_grad()"
@@ -294,9 +297,9 @@ class FasaBackend:
                 raise NoSitesError(message)
             self._warn(message)
 
-    def _record(self, kind: str, decisions: tuple[Decision, ...] = (), note: str = "") -> None:
+    def _record(self, kind: str, decisions: tuple[Decision, ...] = (), note: str = "", seconds: float = 0.0) -> None:
         count("graphs")
-        self.graphs.append(GraphRecord(len(self.graphs), kind, decisions, note))
+        self.graphs.append(GraphRecord(len(self.graphs), kind, decisions, note, seconds))
 
     def _warn(self, message: str) -> None:
         if message not in self._warned:

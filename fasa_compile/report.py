@@ -48,6 +48,7 @@ class GraphRecord:
     kind: str  # "decode", "prefill", "no attention", "training", "untraceable"
     decisions: tuple[Decision, ...] = ()
     note: str = ""
+    seconds: float = 0.0  # spent in this package's passes: capture, match, plan and rewrite
 
 
 def why(decision: Decision) -> str:
@@ -147,7 +148,10 @@ class Report:
 
     def json(self) -> str:
         """The report as a JSON document: ``{"graphs": [...], "rows": [...]}``."""
-        graphs = [{"index": g.index, "kind": g.kind, "sites": len(g.decisions), "note": g.note} for g in self.graphs]
+        graphs = [
+            {"index": g.index, "kind": g.kind, "sites": len(g.decisions), "note": g.note, "seconds": g.seconds}
+            for g in self.graphs
+        ]
         return json.dumps({"graphs": graphs, "rows": [asdict(r) for r in self.rows]}, indent=1)
 
     def __str__(self) -> str:

@@ -200,3 +200,31 @@ def decode_custom_cuda(model, step, ids):
             model.reset()
 
     return decode_custom(OnCpu(), step, ids, 10)
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(torch.float32, "static"), (torch.bfloat16, "static"), (torch.float16, "dynamic")]
+)
+def test_without_a_profile_every_site_is_exact(dtype, kind, mode):
+    if (kind, mode) == ("dynamic", "reduce-overhead"):
+        pytest.skip("a cache that grows is a new tensor in every step: CUDA graphs do not apply")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = tiny_llama(layers=2).to("cuda", dtype)
+    ids = IDS[:, :100].cuda()
+    dense = decode(model, model, ids, cache_for(model, kind, 256), 12)
+    exact = decode(model, compiled(model, None, mode), ids, cache_for(model, kind, 256), 12)
+    stats = fasa_compile.stats()
+    assert stats["dense_kernel_sites"] == stats["sites"] > 0
+    assert (stats["dense_steps"], stats["sparse_steps"]) == (12, 0)
+    assert difference(exact, dense) <= (1e-4 if dtype is torch.float32 else 3e-2 * dense.abs().max().item())
+
+
+def test_below_the_break_even_the_dense_kernel_reads():
+    model = tiny_llama(layers=2).cuda()
+    ids = IDS[:, :100].cuda()
+    dense = decode(model, model, ids, cache_for(model, "static", 256), 6)
+    step = compiled(model, llama_profile(2, fc_format="int4"), n_fac=32, dense_below=None)
+    assert difference(decode(model, step, ids, cache_for(model, "static", 256), 6), dense) <= 1e-4
+    assert fasa_compile.stats()["declined"] == {}
+    assert fasa_compile.stats()["dense_kernel_sites"] == 2
