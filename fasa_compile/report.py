@@ -77,13 +77,13 @@ def _row(graph: int, decision: Decision) -> Row:
     budget = decision.budget
     text = f"{budget.n_fac} ({budget.n_sink}+{budget.n_recent})" if budget is not None else ""
     if not isinstance(site, AttentionSite):
-        return Row(rope="", cache="", heads="", budget="", **common)  # type: ignore[arg-type]
+        return Row(rope="", cache="", heads="", budget="", **common)
     _, Hq, Hkv, _, _, D, _ = (hint(s) for s in site.shape)
     rope = f"{site.rope.kind} {site.rope.rotary_dim}/{D}" if site.rope.pairs else ""
     if abs(site.rope.magnitude - 1.0) > 1e-3:
         rope += f" x{site.rope.magnitude:.3g}"
     cache = site.cache.kind + (f" ({site.cache.write})" if site.cache.write else "")
-    return Row(rope=rope, cache=cache, heads=f"{Hq}/{Hkv} x {D}", budget=text, **common)  # type: ignore[arg-type]
+    return Row(rope=rope, cache=cache, heads=f"{Hq}/{Hkv} x {D}", budget=text, **common)
 
 
 def _costs(decision: Decision) -> dict[str, Any]:
