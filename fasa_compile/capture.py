@@ -22,6 +22,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 @dataclass(frozen=True)
@@ -201,6 +202,8 @@ def may_write(node: fx.Node) -> bool:
         return node.op == "call_module"
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.is_mutable
+    if isinstance(node.target, torch._ops.OpOverloadPacket):
+        return any(getattr(node.target, o)._schema.is_mutable for o in node.target.overloads())
     name = getattr(node.target, "__name__", str(node.target))
     return (
         name in _IN_PLACE
@@ -208,8 +211,25 @@ def may_write(node: fx.Node) -> bool:
         or "out" in node.kwargs
         or bool(node.kwargs.get("inplace"))
         or any(argument is True for argument in node.args)  # inplace=True may stand among the arguments
-        or isinstance(node.target, (torch._ops.HigherOrderOperator, torch._ops.OpOverloadPacket))
+        or (isinstance(node.target, torch._ops.HigherOrderOperator) and name != "flex_attention")
     )
+
+
+def _vmapped(gm: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
+    """The nodes of each outermost ``vmap`` in the graph, from the one that enters it to the one that leaves it, by its first."""
+    regions: dict[fx.Node, list[fx.Node]] = {}
+    depth, inside = 0, []
+    for node in gm.graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        depth += name == "_vmap_increment_nesting"
+        if depth:
+            inside.append(node)
+        if name == "_vmap_decrement_nesting" and depth:
+            depth -= 1
+            if not depth:
+                regions[inside[0]] = inside
+                inside = []
+    return regions
 
 
 class _Recorder(fx.Interpreter):
@@ -223,6 +243,9 @@ class _Recorder(fx.Interpreter):
         self._aliases: dict[int, list[fx.Node]] = {}
         self._tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
         self._last = self._tail()
+        self._regions = _vmapped(gm)
+        self._inside = {node for region in self._regions.values() for node in region}
+        self._ready: dict[fx.Node, Any] = {}
 
     def _tail(self) -> fx.Node:
         return self._tracer.graph._root.prev
@@ -237,8 +260,27 @@ class _Recorder(fx.Interpreter):
         if node is not None and not (past and past[-1][1] is node):
             past.append((point, node))
 
+    def _run_vmapped(self, region: list[fx.Node]) -> None:
+        """Evaluate a ``vmap`` as the ATen nodes it is made of: functional tensors cannot be batched before dispatch."""
+        inside = set(region)
+        given = list(dict.fromkeys(n for node in region for n in node.all_input_nodes if n not in inside))
+        wanted = [node for node in region if any(user not in inside for user in node.users)]
+        body = fx.Graph()
+        copies = {node: body.placeholder(node.name) for node in given}
+        for node in region:
+            copies[node] = body.node_copy(node, copies.__getitem__)
+        body.output([copies[node] for node in wanted])
+        values = [self.env[node] for node in given]
+        plain = [_plain(v) if isinstance(v, FunctionalTensor) else v for v in values]
+        mode = next((p.fake_mode for p in plain if isinstance(p, FakeTensor)), None) or FakeTensorMode()
+        with _disable_current_modes(), mode, enable_python_dispatcher():
+            flat = make_fx(fx.GraphModule(self.module, body), tracing_mode="real", _allow_non_fake_inputs=True)(*plain)
+        self._ready.update(zip(wanted, fx.Interpreter(flat).run(*values), strict=True))
+
     def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
+        if n in self._regions:
+            self._run_vmapped(self._regions[n])
+        result = self._ready.get(n) if n in self._inside else super().run_node(n)
         point = self.order[n.name]
         if isinstance(result, FunctionalTensor):
             self._note(n.name, result, point)

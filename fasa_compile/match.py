@@ -150,6 +150,9 @@ class _Reader:
             )
         v = self._values(found, (b, hq, length, dv), keys.group, held)
         origin = self._origin(keys, output, trace)
+        q = self._emitted(found.q, output)
+        mask = self._emitted(found.mask, output) if found.mask else None
+        sinks = self._emitted(found.sinks, output) if found.sinks else None
         layer, source = self._place(output)
         return AttentionSite(
             index=index,
@@ -157,18 +160,18 @@ class _Reader:
             source=source,
             anchor=found.anchor,
             output=output,
-            q=self._emitted(found.q, output),
+            q=q,
             k=k,
             v=v,
             scale=found.scale,
             cache=origin,
             rope=proven,
             shape=self._shape(found, keys.group),
-            mask=self._emitted(found.mask, output) if found.mask else None,
+            mask=mask,
             mask_kind=found.mask_kind,
             is_causal=found.is_causal,
             softcap=found.softcap,
-            sinks=self._emitted(found.sinks, output) if found.sinks else None,
+            sinks=sinks,
             output_steps=found.output_steps,
             notes=found.notes,
         )
@@ -190,6 +193,8 @@ class _Reader:
         return None
 
     def _emitted(self, expr: Expr, output: str) -> Expr:
+        if expr.node.meta.get("fasa_made"):  # a mask that an anchor wrote into the shadow: it is to be written out
+            return expr
         node = self._held(expr.node, output)
         if node is None:
             raise Refused("incomplete-pattern", f"{expr.node.name} has no node of its own in the traced graph")

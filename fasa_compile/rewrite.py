@@ -98,6 +98,7 @@ class Emitter:
         self.shadow = shadow
         self.graph = twin.graph
         self.nodes = {node.name: node for node in twin.graph.nodes}
+        self._inputs = twin.graph.find_nodes(op="placeholder")
         self._done: dict[tuple[str, fx.Node], fx.Node] = {}
 
     def node(self, value: fx.Node, at: str, *, views_only: bool) -> fx.Node:
@@ -110,6 +111,8 @@ class Emitter:
             return self.nodes[holder]
         if (at, value) in self._done:
             return self._done[at, value]
+        if value.op == "placeholder" and not isinstance(value.meta.get("val"), torch.Tensor):
+            return self._inputs[self.shadow.inputs.index(value)]  # a number: nothing can have written it
         if value.op != "call_function":
             raise NotExpressible(f"{value.name} ({value.op}) is held by no tensor of the graph at {at}")
         if views_only and value.target not in _VIEWS and "getitem" not in str(value.target):

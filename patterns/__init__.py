@@ -24,7 +24,9 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from fasa_compile.patterns import attention, cache
-from fasa_compile.patterns import written as _written  # noqa: F401  (its anchor registers itself)
+from fasa_compile.patterns import flash as _flash  # noqa: F401  (anchors register themselves)
+from fasa_compile.patterns import flex as _flex  # noqa: F401
+from fasa_compile.patterns import written as _written  # noqa: F401
 from fasa_compile.patterns.attention import Found, Refused
 from fasa_compile.patterns.cache import Where, Write
 from fasa_compile.patterns.graph import Unreadable
@@ -38,8 +40,8 @@ Kind = Literal["attention", "cache"]
 def register(kind: Kind, name: str, *operators: str) -> Callable[[Any], Any]:
     """Register a reader for nodes that call one of ``operators``; use as a decorator.
 
-    ``operators`` are names such as ``softmax`` (ATen) or ``mylib.attention`` (``torch.ops.mylib.attention``); without any, ``name``
-    is the operator.
+    ``operators`` are names such as ``softmax`` (ATen) or ``mylib.attention`` (``torch.ops.mylib.attention``), for an attention also
+    with ``*`` in them; without any, ``name`` is the operator.
 
     ``kind="attention"``: ``reader(node, tables) -> Found | None``; ``node`` is a node of the functional ATen graph. It may raise
     ``Refused(reason, detail)``. ``kind="cache"``: ``reader(node, where, evaluate) -> Write | None``; ``where`` tells which dim of

@@ -6,6 +6,7 @@ raises ``Refused`` where it sees an attention that must be left alone, or return
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ ANCHORS: dict[str, tuple[frozenset[str], Anchor]] = {}
 
 
 def register(name: str, *operators: str) -> Callable[[Anchor], Anchor]:
-    """Add an anchor called ``name`` for nodes that call one of ``operators`` (``softmax`` or ``mylib.attention``)."""
+    """Add an anchor called ``name`` for nodes that call one of ``operators`` (``softmax``, ``mylib.attention``, ``*.attention``)."""
 
     def add(anchor: Anchor) -> Anchor:
         ANCHORS[name] = (frozenset(operators), anchor)
@@ -136,4 +137,8 @@ def mask_of(mask: Any, q: tuple[int, ...], k: tuple[int, ...]) -> tuple[Expr | N
 def anchors_at(node: fx.Node) -> list[tuple[str, Anchor]]:
     """The anchors registered for a node's operator, first registered first."""
     kind = graph.name(node)
-    return [(name, anchor) for name, (operators, anchor) in ANCHORS.items() if kind in operators]
+    return [
+        (name, anchor)
+        for name, (operators, anchor) in ANCHORS.items()
+        if kind and (kind in operators or any("*" in o and fnmatch.fnmatchcase(kind, o) for o in operators))
+    ]

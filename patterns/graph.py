@@ -83,10 +83,12 @@ def inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def where(node: fx.Node) -> str:
-    """``file.py:line`` of the user's code behind a Dynamo node, or ``""``: the deepest frame that its stack trace names."""
+    """``file.py:line`` of the user's code behind a Dynamo node, or ``""``: the deepest frame of its stack trace outside torch."""
     for line in reversed((node.meta.get("stack_trace") or "").splitlines()):
         line = line.strip()
         if line.startswith('File "') and '", line ' in line:
             path, _, rest = line[6:].partition('", line ')
+            if "/site-packages/torch/" in path.replace(chr(92), "/"):
+                continue
             return f"{path.replace(chr(92), '/').rsplit('/', 1)[-1]}:{rest.split(',')[0].strip()}"
     return ""
