@@ -14,6 +14,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import tracing
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fasa_compile.capture import Shadow
 from fasa_compile.patterns.graph import Unreadable
@@ -77,7 +78,9 @@ def _constant(shadow: Shadow, value: torch.Tensor, device: torch.device) -> fx.N
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         raise Unreadable("a mask holds a constant tensor that cannot be written into the graph")
     how = {"dtype": value.dtype, "device": device}
-    node = shadow.gm.graph.call_function(aten.full.default, (list(value.shape), value.item()), how)
+    with _disable_current_modes():
+        number = value.item()
+    node = shadow.gm.graph.call_function(aten.full.default, (list(value.shape), number), how)
     with shadow.fake_mode:
-        node.meta["val"] = torch.full(tuple(value.shape), value.item(), **how)  # type: ignore[arg-type]
+        node.meta.update(val=torch.full(tuple(value.shape), number, **how), fasa_made=True)  # type: ignore[arg-type]
     return node
