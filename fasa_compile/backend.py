@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 
-from fasa_compile.capture import Shadow, capture, has_module, pin_root_module, root_module
+from fasa_compile.capture import Shadow, capture, enclosing_modules, has_module, pin_root_module, root_module
 from fasa_compile.counters import count, decline
 from fasa_compile.errors import FasaError, FasaWarning, NoSitesError, ProfileError
 from fasa_compile.fingerprint import same_weights, weights_fingerprint
@@ -203,14 +203,35 @@ class FasaBackend:
         except Exception as problem:
             return None, self._untraced(gm, problem)
         sites = [_without_aliases(site, shadow) for site in sites]
-        prefix = self._check_model([s for s in sites if isinstance(s, AttentionSite)])
+        sites, root = self._located(sites)
+        prefix = self._check_model([s for s in sites if isinstance(s, AttentionSite)], root)
         grad, autocast = _records_gradients(example_inputs), _autocasts(gm, example_inputs)
         return shadow, plan(sites, self.policy, grad=grad, autocast=autocast, prefix=prefix)
 
-    def _check_model(self, sites: Sequence[AttentionSite]) -> str:
-        """Raise ``ProfileError`` where the model as a whole is not the one that the profile was made for. Once per model.
+    def _located(
+        self, sites: list[AttentionSite | NoMatch]
+    ) -> tuple[list[AttentionSite | NoMatch], torch.nn.Module | None]:
+        """The sites, their layers named from the model that was calibrated, and the module that these names start from.
 
-        Returns what stands before the profile's module paths in this frame's: "" or a wrapper's path and a dot.
+        After a graph break inside a model, the frame that Dynamo compiles may start at a part of it. Where that part holds
+        every layer of the profile its place is looked up in the modules around it, and the graph is pinned to it; a smaller
+        part (a decoder layer compiled on its own) may serve several layers and keeps the names it has.
+        """
+        profile = self.policy.profile
+        paths = [site.layer for site in sites if site.layer]
+        root = root_module(paths)
+        if profile == "all" or root is None or any(profile.by_layer(path) for path in paths):
+            return sites, root
+        for outer, path in enclosing_modules(root):
+            if all(layer.layer.startswith(f"{path}.") for layer in profile.layers):
+                pin_root_module(root)
+                return [replace(site, layer=f"{path}.{site.layer}") if site.layer else site for site in sites], outer
+        return sites, root
+
+    def _check_model(self, sites: Sequence[AttentionSite], root: torch.nn.Module | None) -> str:
+        """Raise ``ProfileError`` where the model ``root`` is not the one that the profile was made for. Once per model.
+
+        Returns what stands before the profile's module paths in the sites': "" or a wrapper's path and a dot.
         """
         profile = self.policy.profile
         if not isinstance(profile, FCProfile) or not sites:
@@ -218,7 +239,6 @@ class FasaBackend:
         prefix = _wrapper(profile, sites)
         if not any(self.policy.layer(site.layer, prefix) for site in sites):
             return ""
-        root = root_module([site.layer for site in sites])
         if root is None:
             return prefix
         pin_root_module(root)

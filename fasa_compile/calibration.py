@@ -6,13 +6,14 @@ import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from fasa_compile.calibration_stats import LayerStats
-from fasa_compile.capture import capture
+from fasa_compile.capture import capture, path_in, pin_root_module, root_module
 from fasa_compile.errors import CalibrationError, FasaWarning
 from fasa_compile.fingerprint import data_fingerprint, weights_fingerprint
 from fasa_compile.match import match
@@ -24,7 +25,8 @@ from fasa_compile.sites import AttentionSite, NoMatch
 class _Observer:
     """A ``torch.compile`` backend that runs the graph as it is and shows every matched prefill attention's q and k to a sink."""
 
-    def __init__(self, texts: int, show: bool) -> None:
+    def __init__(self, model: nn.Module, texts: int, show: bool) -> None:
+        self.model = model
         self.stats: dict[str, LayerStats] = {}
         self.calls: Counter[str] = Counter()
         self.refused: list[NoMatch] = []
@@ -33,7 +35,7 @@ class _Observer:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         shadow = capture(gm, example_inputs)
-        sites = match(shadow)
+        sites = self._located(match(shadow))
         self.refused += [s for s in sites if isinstance(s, NoMatch)]
         twin = copy_graph(gm)
         emit = Emitter(shadow, twin)
@@ -47,6 +49,15 @@ class _Observer:
             emit.call(site.output, _Sink(self, site), (q, k, mask))
         twin.recompile()
         return twin.forward
+
+    def _located(self, sites: list[AttentionSite | NoMatch]) -> list[AttentionSite | NoMatch]:
+        """The sites, their layers named from the model: a frame that Dynamo compiles after a graph break may start inside it."""
+        root = root_module([site.layer for site in sites if site.layer])
+        path = None if root is None else path_in(self.model, root)
+        if root is None or not path:
+            return sites
+        pin_root_module(root)
+        return [replace(site, layer=f"{path}.{site.layer}") if site.layer else site for site in sites]
 
     def record(self, site: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None) -> None:
         if site.layer not in self.stats:
@@ -136,7 +147,7 @@ def calibrate(
     """
     texts = _texts(data)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    observer = _Observer(len(texts), progress)
+    observer = _Observer(model, len(texts), progress)
     call = forward or _forward
     own = model.__dict__.get("forward")
     if own is not None:

@@ -11,7 +11,8 @@ symbols for sizes. It adds no guards of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,6 +112,29 @@ def root_module(paths: Sequence[str]) -> torch.nn.Module | None:
     return next(
         (module for module, _ in _modules_in_scope() if paths and all(has_module(module, p) for p in paths)), None
     )
+
+
+def enclosing_modules(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
+    """Modules that hold ``module`` and are being called right now, the innermost first, each with the path to ``module``.
+
+    After a graph break Dynamo compiles a part of the model on its own and numbers modules from there; the modules around it
+    run as Python below us on the stack.
+    """
+    frame = sys._getframe(1)
+    seen: set[int] = set()
+    while frame is not None:
+        outer = frame.f_locals.get("self")
+        if isinstance(outer, torch.nn.Module) and id(outer) not in seen:
+            seen.add(id(outer))
+            path = path_in(outer, module)
+            if path:
+                yield outer, path
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def path_in(outer: torch.nn.Module, module: torch.nn.Module) -> str | None:
+    """The path of ``module`` in ``outer``: "" where they are one, None where it is not in there."""
+    return next((path for path, inner in outer.named_modules() if inner is module), None)
 
 
 def pin_root_module(root: torch.nn.Module) -> None:

@@ -46,9 +46,10 @@ def profile_of(
     n_tip: int,
     fc_format: str = "fp32",
     reduction: str = "static",
+    magnitude: float = 1.0,
     **budget: int,
 ) -> FCProfile:
-    """A profile with random FCs and constants: ``(name, Hq, Hkv, D, pairs)`` per layer."""
+    """A profile with random FCs and constants: ``(name, Hq, Hkv, D, pairs)`` per layer; ``magnitude`` of cos and sin."""
     g = torch.Generator().manual_seed(1)
     made = []
     for name, Hq, Hkv, D, pairs in layers:
@@ -59,7 +60,7 @@ def profile_of(
                 num_heads=Hq,
                 num_kv_heads=Hkv,
                 head_dim=D,
-                rope=RopeFacts(D, pairs, 1.0),
+                rope=RopeFacts(D, pairs, magnitude),
                 dense=False,
                 fcs=fcs.to(torch.int32),
                 centre=torch.randn(Hkv, D, generator=g) * 0.1,
