@@ -237,7 +237,7 @@ def test_a_profile_of_another_architecture_names_what_differs(change):  # trial 
         "layers": "layers",
         "head_dim": "head_dim",
         "interleaved": "pairs",
-        "rotary_dim": "pairs",
+        "rotary_dim": "rotary_dim",
         "kv_heads": "kv",
     }
     model = tiny_llama(layers=2)
