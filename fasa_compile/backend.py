@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import logging
 import os
 import time
@@ -19,9 +20,11 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 
 from fasa_compile.capture import Shadow, capture, enclosing_modules, has_module, pin_root_module, root_module
 from fasa_compile.counters import count, decline
+from fasa_compile.dump import dump
 from fasa_compile.errors import FasaError, FasaWarning, NoSitesError, ProfileError
 from fasa_compile.fingerprint import same_weights, weights_fingerprint
 from fasa_compile.match import match
+from fasa_compile.patterns import attention
 from fasa_compile.plan import Decision, Plan, Policy, demote, is_one, plan
 from fasa_compile.profiles.files import load_profile
 from fasa_compile.profiles.schema import FCProfile
@@ -60,6 +63,14 @@ def _inner_compiler(inner: Inner, mode: str | None, options: dict[str, Any] | No
 
         return inductor
     given = {name: value for name, value in (("mode", mode), ("options", options)) if value}
+    try:
+        takes = inspect.signature(inner).parameters
+    except ValueError:  # a callable without a signature that Python can tell
+        takes = {}
+    if takes and not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+        if unused := sorted(set(given) - set(takes)):
+            log.warning("the inner compiler takes no %s: torch.compile's is not handed on", " or ".join(unused))
+        given = {name: value for name, value in given.items() if name in takes}
     return lambda gm, example_inputs: inner(gm, example_inputs, **given)
 
 
@@ -71,16 +82,18 @@ def _example(node: Any) -> Any:
     return node.meta.get("example_value") if isinstance(node, fx.Node) else None
 
 
+# Beside the operators that readers are registered for.
 _ATTENTION_NAMES = ("scaled_dot_product_attention", "softmax", "flex_attention", "flash_attn", "attention")
 
 
 def _attention_nodes(gm: fx.GraphModule) -> list[fx.Node]:
     """Dynamo nodes that may be an attention, by name: cheap, and errs on the side of yes."""
     found = []
+    registered = {o.rpartition(".")[2] for operators, _ in attention.ANCHORS.values() for o in operators}
     for node in gm.graph.nodes:
         if node.op in ("call_function", "call_method", "call_module"):
             name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-            if any(part in name for part in _ATTENTION_NAMES):
+            if name.partition(".")[0] in registered or any(part in name for part in _ATTENTION_NAMES):
                 found.append(node)
     return found
 
@@ -190,6 +203,7 @@ class FasaBackend:
             except Exception as problem:
                 planned = self._give_up(planned, "rewrite-failed", problem)
                 rewritten = None
+        dump(gm, shadow, planned, rewritten)
         self._note(planned, decode=planned.decode or _decodes(nodes), seconds=seconds)
         if shadow is not None and rewritten is not None and compiled is not None:
             steps = "sparse_steps" if planned.sparse else "dense_steps"
@@ -425,4 +439,5 @@ def explain(backend: FasaBackend | None = None) -> Report:
     """What happened to each attention site: of one backend, or of every live backend together."""
     if backend is not None:
         return backend.explain()
-    return Report([g for live in _live for g in live.graphs])
+    merged = (g for live in _live for g in live.graphs)
+    return Report([replace(g, index=i) for i, g in enumerate(merged)])

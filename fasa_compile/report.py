@@ -1,4 +1,4 @@
-"""Report: what happened to each attention site and why, as data, text or JSON."""
+"""Report: what happened to each attention site and why, as data, text, JSON or HTML."""
 
 from __future__ import annotations
 
@@ -38,6 +38,9 @@ class Row:
     dense_us: float | None  # expected times by the cost model, on a GPU
     sparse_us: float | None
     break_even: int | None  # the shortest cache that is expected to be read no slower sparsely
+    n_fc: int = 0  # frequency chunks of a head
+    dominant: tuple[tuple[int, ...], ...] = ()  # per KV head the chunks that score its tokens
+    trace: tuple[str, ...] = ()  # of a refused attention: what was read before, one line a step
 
 
 @dataclass(frozen=True)
@@ -77,13 +80,22 @@ def _row(graph: int, decision: Decision) -> Row:
     budget = decision.budget
     text = f"{budget.n_fac} ({budget.n_sink}+{budget.n_recent})" if budget is not None else ""
     if not isinstance(site, AttentionSite):
-        return Row(rope="", cache="", heads="", budget="", **common)
+        return Row(rope="", cache="", heads="", budget="", trace=site.trace, **common)
     _, Hq, Hkv, _, _, D, _ = (hint(s) for s in site.shape)
     rope = f"{site.rope.kind} {site.rope.rotary_dim}/{D}" if site.rope.pairs else ""
     if abs(site.rope.magnitude - 1.0) > 1e-3:
         rope += f" x{site.rope.magnitude:.3g}"
     cache = site.cache.kind + (f" ({site.cache.write})" if site.cache.write else "")
-    return Row(rope=rope, cache=cache, heads=f"{Hq}/{Hkv} x {D}", budget=text, **common)
+    chosen = decision.profile.fcs.tolist() if decision.profile is not None else []
+    return Row(
+        rope=rope,
+        cache=cache,
+        heads=f"{Hq}/{Hkv} x {D}",
+        budget=text,
+        n_fc=len(site.rope.pairs),
+        dominant=tuple(tuple(head) for head in chosen),
+        **common,
+    )
 
 
 def _costs(decision: Decision) -> dict[str, Any]:
@@ -134,7 +146,7 @@ def _megabytes(n: int) -> str:
 class Report:
     """What a backend did: one row per attention site of every graph it saw.
 
-    ``str(report)`` is a table for people, ``report.rows`` the data, ``report.json()`` a document. Rows add up:
+    ``str(report)`` is a table for people, ``report.rows`` the data, ``report.json()`` and ``report.html()`` are documents. Rows add up:
     ``len(rows)`` is the number of attention nodes in the traced graphs.
     """
 
@@ -147,12 +159,22 @@ class Report:
         return tuple(r for r in self.rows if r.decision == "sparse")
 
     def json(self) -> str:
-        """The report as a JSON document: ``{"graphs": [...], "rows": [...]}``."""
+        """The report as a JSON document: ``{"schema": 1, "graphs": [...], "rows": [...]}``.
+
+        A graph has ``index``, ``kind``, ``sites`` (how many) and ``note``; a row the fields of ``Row``. Another schema number
+        means that a field was removed or means something else; fields may be added under the same number.
+        """
         graphs = [
             {"index": g.index, "kind": g.kind, "sites": len(g.decisions), "note": g.note, "seconds": g.seconds}
             for g in self.graphs
         ]
-        return json.dumps({"graphs": graphs, "rows": [asdict(r) for r in self.rows]}, indent=1)
+        return json.dumps({"schema": 1, "graphs": graphs, "rows": [asdict(r) for r in self.rows]}, indent=1)
+
+    def html(self) -> str:
+        """The report as one HTML document that needs no other file."""
+        from fasa_compile.report_html import html
+
+        return html(self)
 
     def __str__(self) -> str:
         if not self.graphs:
@@ -211,4 +233,5 @@ class Report:
             )
         reasons = sorted({(r.reason, r.why) for r in rows if r.reason})
         card = next((d.cost.card for d in graph.decisions if d.cost is not None), "")
-        return _table(header, cells) + [f"{key}: {text}" for key, text in reasons] + _costs_in_words(rows, card)
+        read = [f"{r.source or r.layer}: read as far as {r.trace[-1]}" for r in rows if r.reason and r.trace]
+        return _table(header, cells) + [f"{key}: {text}" for key, text in reasons] + read + _costs_in_words(rows, card)
