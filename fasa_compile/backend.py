@@ -152,8 +152,9 @@ class FasaBackend:
     transformers deep-copies the backend it is given; a copy that counted and reported on its own would hide what happened.
     """
 
-    def __init__(self, policy: Policy, inner: Inner, strict: bool, check_weights: bool) -> None:
+    def __init__(self, policy: Policy, inner: Inner, strict: bool, check_weights: bool, audit: int = 0) -> None:
         self.__name__ = "fasa"
+        self.audit = audit
         self.policy = policy
         self.inner = inner
         self.strict = strict
@@ -207,7 +208,9 @@ class FasaBackend:
         self._note(planned, decode=planned.decode or _decodes(nodes), seconds=seconds)
         if shadow is not None and rewritten is not None and compiled is not None:
             steps = "sparse_steps" if planned.sparse else "dense_steps"
-            return Runtime(compiled, rewritten.extra, sorted(shadow.relied), example_inputs, counter=steps)
+            return Runtime(
+                compiled, rewritten.extra, sorted(shadow.relied), example_inputs, counter=steps, audit=self.audit
+            )
         return counted(inner(gm, example_inputs), "dense_steps")
 
     def _plan(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Shadow | None, Plan]:
@@ -283,7 +286,7 @@ class FasaBackend:
     def _rewrite(self, shadow: Shadow, planned: Plan) -> tuple[Plan, Rewritten | None]:
         while planned.rewritten:
             try:
-                return planned, rewrite(shadow, planned)
+                return planned, rewrite(shadow, planned, audit=self.audit > 0)
             except NotExpressible as problem:
                 planned = demote(planned, problem.args[1], "not-expressible", problem.args[0])
             except Exception as problem:
@@ -367,6 +370,7 @@ def fasa_backend(
     inner: Inner = "inductor",
     strict: bool = False,
     check_weights: bool = True,
+    audit: int = 0,
 ) -> FasaBackend:
     """A backend for ``torch.compile`` that makes RoPE attention decode sparsely.
 
@@ -377,7 +381,9 @@ def fasa_backend(
     fewer tokens are read densely; by default the break-even length of the cost model on a GPU (``fasa_compile.cost``), and 0
     elsewhere. ``inner``: the compiler that takes
     the rewritten graph. ``strict``: raise where the default is to warn and stay dense. ``check_weights=False`` accepts a profile
-    made for other weights of the same shapes.
+    made for other weights of the same shapes. ``audit=n``: on every n-th decode step measure, on the device and without waiting for
+    it, the attention mass that the selection lost (one KV head of every fourth layer, in turn); ``stats()["lost_mass"]`` has the
+    means by layer. For sites whose packed FC cache is kept (static caches); steps inside a CUDA graph that you capture are not seen.
 
     With ``n_fac`` at least the context length the result equals dense attention. Raises ``ProfileError`` for a profile that
     cannot be read, ``BudgetError`` for an impossible budget or ``dense_below``; and, when a graph is compiled, ``ProfileError`` for a profile
@@ -392,8 +398,10 @@ def fasa_backend(
     if not (inner in ("inductor", "eager") or callable(inner)):
         raise TypeError(f"inner: expected 'inductor', 'eager' or a callable backend, found {inner!r}")
     policy = Policy(loaded, overrides, dense_below)
+    if not isinstance(audit, int) or isinstance(audit, bool) or audit < 0:
+        raise TypeError(f"audit: expected a number of steps >= 1, or 0 for none, found {audit!r}")
     policy.budget_for(None)  # an impossible budget is an error now, not at the first graph
-    return FasaBackend(policy, inner, strict, check_weights)
+    return FasaBackend(policy, inner, strict, check_weights, audit)
 
 
 def fasa(
@@ -406,7 +414,17 @@ def fasa(
     given = dict(options or {})
     mine = {
         name: given.pop(name)
-        for name in ("profile", "n_fac", "n_sink", "n_recent", "dense_below", "inner", "strict", "check_weights")
+        for name in (
+            "profile",
+            "n_fac",
+            "n_sink",
+            "n_recent",
+            "dense_below",
+            "inner",
+            "strict",
+            "check_weights",
+            "audit",
+        )
         if name in given
     }
     if "profile" not in mine:

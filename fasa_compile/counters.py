@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -19,6 +20,8 @@ _NAMES = (
 )
 _counts: Counter[str] = Counter()
 _declined: Counter[str] = Counter()
+#: Audits that run: each gives ``(layer, attention mass lost, audited steps)`` rows, and forgets them when told to.
+_audits: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def count(name: str, by: int = 1) -> None:
@@ -38,10 +41,29 @@ def stats() -> dict[str, Any]:
 
     Keys: ``graphs``, ``decode_graphs``, ``sites``, ``rewritten_sites``, ``dense_kernel_sites``, ``sparse_steps``, ``dense_steps``, ``state_rebuilds``
     (ints) and ``declined`` (reason -> number of attention sites). Every attention site that was found is either in
-    ``rewritten_sites`` or in ``declined``: ``sites == rewritten_sites + sum(declined.values())``.
+    ``rewritten_sites`` or in ``declined``: ``sites == rewritten_sites + sum(declined.values())``. Where a backend audits, also
+    ``lost_mass``: layer -> ``{"mean": ..., "steps": ...}``, the share of attention mass that selection lost (reading it waits for
+    the device).
     """
     with _lock:
-        return {**{name: _counts[name] for name in _NAMES}, "declined": dict(_declined)}
+        found: dict[str, Any] = {**{name: _counts[name] for name in _NAMES}, "declined": dict(_declined)}
+        audits = list(_audits)
+    if audits:
+        totals: dict[str, list[float]] = {}
+        for layer, lost, steps in (row for audit in audits for row in audit.rows()):
+            total = totals.setdefault(layer, [0.0, 0.0])
+            total[0] += lost
+            total[1] += steps
+        found["lost_mass"] = {
+            layer: {"mean": lost / steps, "steps": int(steps)} for layer, (lost, steps) in totals.items() if steps
+        }
+    return found
+
+
+def watch(audit: Any) -> None:
+    """Have ``stats()`` read an audit for as long as it lives."""
+    with _lock:
+        _audits.add(audit)
 
 
 def reset_stats() -> None:
@@ -49,3 +71,6 @@ def reset_stats() -> None:
     with _lock:
         _counts.clear()
         _declined.clear()
+        audits = list(_audits)
+    for audit in audits:
+        audit.clear()

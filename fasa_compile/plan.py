@@ -108,10 +108,13 @@ class Policy:
         return name.removeprefix(prefix) in self.profile.model.extra.get("uncalibrated", [])
 
     def budget_for(self, layer: LayerProfile | None) -> Budget:
+        """What a layer may attend to. Its own ``n_fac`` is a share of the profile's: a user's ``n_fac`` scales it."""
         base = self.profile.budget if isinstance(self.profile, FCProfile) else Budget()
-        if layer is not None and layer.n_fac is not None:
-            base = base.replace(n_fac=layer.n_fac)
-        return base.replace(**self.overrides)
+        budget = base.replace(**self.overrides)
+        if layer is None or layer.n_fac is None:
+            return budget
+        scaled = round(layer.n_fac * budget.n_fac / base.n_fac)
+        return budget.replace(n_fac=max(scaled, budget.n_sink + budget.n_recent, 1))
 
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -232,8 +235,10 @@ def _decide(site: AttentionSite | NoMatch, policy: Policy, *, grad: bool, autoca
         return _exact(replace(decision, budget=None), "dense-mode", always=not on_gpu(site))
     if layer is not None and layer.dense:
         return _exact(decision, "profile-dense")
-    if isinstance(L, int) and budget.n_fac >= L:
-        return _exact(decision, "within-budget", f"{L} tokens of cache, n_fac {budget.n_fac}")
+    # The model's budget counts too: one that holds the whole cache means dense, whatever share of it the layer has.
+    holds = max(budget.n_fac, policy.budget_for(None).n_fac)
+    if isinstance(L, int) and holds >= L:
+        return _exact(decision, "within-budget", f"{L} tokens of cache, n_fac {holds}")
     least = policy.dense_below if policy.dense_below is not None else cost.break_even
     if layer is not None and least is not None and all(isinstance(n, int) for n in site.shape) and least > L:
         return _exact(decision, "below-break-even", f"{L} tokens of cache, break-even {least}")

@@ -34,13 +34,16 @@ class NotExpressible(Exception):
 #: which changes its speed and never which tokens it must select.
 STATE_ROLES = ("data", "meta", "hint")
 
+#: Extra inputs that the graph leaves a step's query and valid tokens in, for ``audit``: a few kilobytes.
+AUDIT_ROLES = ("audit_q", "audit_bounds")
+
 
 @dataclass(frozen=True)
 class ExtraInput:
     """One graph input that the runtime supplies: a constant of the profile, or state of the packed FC cache."""
 
     decision: Decision
-    role: Literal["dims", "centre", "spread", "norm", "data", "meta", "hint"]
+    role: Literal["dims", "centre", "spread", "norm", "data", "meta", "hint", "audit_q", "audit_bounds"]
     fake: torch.Tensor
 
 
@@ -187,7 +190,7 @@ def uses_kernels(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _extra_inputs(shadow: Shadow, decision: Decision) -> list[ExtraInput]:
+def _extra_inputs(shadow: Shadow, decision: Decision, audit: bool) -> list[ExtraInput]:
     site, layer = decision.site, decision.profile
     assert isinstance(site, AttentionSite)
     if layer is None or decision.action != "sparse":
@@ -213,6 +216,12 @@ def _extra_inputs(shadow: Shadow, decision: Decision) -> list[ExtraInput]:
             wanted = decision.state == "packed"
         if wanted:
             extra.append(constant(role, shape, dtype))
+    sizes = site.q.node.meta["val"].shape
+    if audit and decision.state == "packed" and all(isinstance(n, int) for n in sizes):
+        D = site.shape[5]
+        extra.append(constant("audit_q", (B, Hq, 1, D), torch.float32))
+        if site.mask is not None:
+            extra.append(constant("audit_bounds", (B, 2), torch.int32))
     return extra
 
 
@@ -244,6 +253,9 @@ def _emit_site(emit: Emitter, decision: Decision, inputs: dict[str, fx.Node], bo
         slots = emit.expr(site.cache.slots, at)
     elif decision.state == "repacked":
         data, meta = kernels.pack(k, profile, decision.fc_format)
+    for role, value in (("audit_q", q), ("audit_bounds", limits)):
+        if role in inputs:
+            emit.call(at, torch.ops.aten.copy_.default, (inputs[role], value))
     result = kernels.sparse_decode(
         (q, k, v, data, meta, *profile, inputs.get("norm"), mask, limits),
         slots,
@@ -312,9 +324,10 @@ def _place(shadow: Shadow, decision: Decision) -> int:
     return shadow.order[decision.site.output]
 
 
-def rewrite(shadow: Shadow, plan: Plan) -> Rewritten:
+def rewrite(shadow: Shadow, plan: Plan, audit: bool = False) -> Rewritten:
     """Replace the attention of every decision that asks for it in a copy of the Dynamo graph.
 
+    ``audit`` has the graph leave each step's queries where ``audit.Audit`` finds them, for sites whose packed FC cache is kept.
     Raises ``NotExpressible`` with the site's index as second argument where a site's tensors cannot be named at its place;
     the caller turns that one decision dense and starts again from the untouched graph.
     """
@@ -325,7 +338,7 @@ def rewrite(shadow: Shadow, plan: Plan) -> Rewritten:
     # In program order of the outputs, so that what one site computes is there for the next.
     for decision in sorted(plan.rewritten, key=lambda d: _place(shadow, d)):
         inputs: dict[str, fx.Node] = {}
-        for item in _extra_inputs(shadow, decision):
+        for item in _extra_inputs(shadow, decision, audit):
             inputs[item.role] = _add_input(twin, f"fasa_{decision.site.index}_{item.role}", item.fake)
             extra.append(item)
         try:

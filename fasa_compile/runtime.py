@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
+from fasa_compile.audit import Audit
 from fasa_compile.counters import count
 from fasa_compile.errors import FasaError
 from fasa_compile.plan import Decision
-from fasa_compile.rewrite import STATE_ROLES, ExtraInput
+from fasa_compile.rewrite import AUDIT_ROLES, STATE_ROLES, ExtraInput
 from fasa_compile.sites import AttentionSite
 from fasa_compile.triton_kernels import ops
 from fasa_compile.triton_kernels.formats import fc_cache_spec
@@ -154,6 +155,7 @@ class Runtime:
         example_inputs: Sequence[Any] = (),
         *,
         counter: str = "sparse_steps",
+        audit: int = 0,
     ) -> None:
         self._compiled = compiled
         self._counter = counter
@@ -163,6 +165,7 @@ class Runtime:
         self._extra: list[torch.Tensor | None] = []  # constants of the profile, and what the keepers bind
         self._cuda = any(item.fake.is_cuda for item in extra)
         constants: dict[int, dict[str, torch.Tensor]] = {}
+        left: dict[int, dict[str, torch.Tensor]] = {}  # what the graph leaves for the audit, by site
         for position, item in enumerate(extra):
             decision, site = item.decision, item.decision.site
             assert isinstance(site, AttentionSite)
@@ -174,10 +177,19 @@ class Runtime:
                     self._keepers.append(_Keeper(decision, constants[site.index], site.cache.k_input, self._extra))
                 self._keepers[-1].places[item.role] = position
                 self._extra.append(None)
+            elif item.role in AUDIT_ROLES:
+                buffer = torch.zeros(item.fake.shape, dtype=item.fake.dtype, device=item.fake.device)
+                left.setdefault(site.index, {})[item.role] = buffer
+                self._extra.append(buffer)
             else:
                 value = profile_constant(decision, item.role).to(item.fake.device)
                 constants.setdefault(site.index, {})[item.role] = value
                 self._extra.append(value)
+        self._audit = Audit(audit) if left else None
+        for number, keeper in enumerate(self._keepers):
+            found = left.get(keeper.decision.site.index)
+            if self._audit is not None and found is not None:
+                self._audit.add(number, keeper.decision, keeper.constants, **found)
 
     def __call__(self, *arguments: Any) -> Any:
         with self._lock:
@@ -201,8 +213,18 @@ class Runtime:
                 packed = keeper.current
                 if packed is not None and not packed.frozen:
                     packed.version = arguments[keeper.k_input]._version
+            if self._audit is not None and not capturing and self._audit.due():
+                self._audit.run(self._canonical)
             count(self._counter)
             return result
+
+    def _canonical(self, keeper_index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """``(k, data, meta)`` of a keeper, as its last step left them."""
+        keeper = self._keepers[keeper_index]
+        k = None if keeper.current is None else keeper.current.key()
+        if keeper.current is None or k is None:
+            return None
+        return keeper._canonical(k), keeper.current.data, keeper.current.meta
 
     def _distrust(self) -> None:
         for keeper in self._keepers:
