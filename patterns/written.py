@@ -20,6 +20,7 @@ from fasa_compile.patterns.attention import Found, MaskKind, Refused, register
 from fasa_compile.patterns.contraction import Atoms, Dim, Product, product
 from fasa_compile.patterns.scores import KEEPS, TURNS, VIEWS, scores, straight, weights
 from fasa_compile.patterns.tables import DATA, INPUT, Tables
+from fasa_compile.patterns.traced import traced
 from fasa_compile.sites import Expr
 
 aten = torch.ops.aten
@@ -111,9 +112,8 @@ class _Reading:
     after: list[fx.Node]  # from the softmax to the product with the values
     scale: float = 1.0
     softcap: float = 0.0
-    mask: tuple[fx.Node, tuple[Dim, ...], str] | None = (
-        None  # node, dims of the scores there, "bool" | "hidden" | "additive"
-    )
+    # node, dims of the scores there, "bool" | "hidden" | "additive", factor
+    masks: list[tuple[fx.Node, tuple[Dim, ...], str, float]] = field(default_factory=list)
     sinks: tuple[fx.Node, tuple[Dim, ...]] | None = None
     shifted: str = ""  # a node that moved all scores of a query alike: a softmax does not see it, a tanh or a sink does
     notes: list[str] = field(default_factory=list)
@@ -162,14 +162,14 @@ class _Reading:
                 by = self._factor(node, source)
                 if tanh is not None and not self.softcap:
                     self.softcap, self.scale = by, tanh * by
-                elif self.mask is not None or self.sinks is not None or self.softcap:
+                elif self.masks or self.sinks is not None or self.softcap:
                     raise Refused("unknown-attention", f"{node.name} scales scores that are masked or capped already")
                 else:
                     self.scale *= by
             elif kind == "tanh":
                 if self.shifted:
                     raise Refused("unknown-attention", f"{self.shifted} shifts the scores before {node.name}")
-                if tanh is not None or self.mask is not None:
+                if tanh is not None or self.masks:
                     raise Refused("unknown-attention", f"{node.name}: tanh of scores that are masked or capped already")
                 tanh = self.scale
             elif kind in ("add", "sub"):
@@ -245,13 +245,11 @@ class _Reading:
         self._masked(other, dims, "additive", sign)
 
     def _masked(self, mask: fx.Node, dims: tuple[Dim, ...], kind: str, factor: float = 1.0) -> None:
-        if self.mask is not None or self.sinks is not None:
-            raise Refused("unknown-mask", f"a second mask, {mask.name}")
-        if factor != 1.0:
-            raise Refused("unknown-mask", f"the mask {mask.name} is scaled by {factor}")
+        if self.sinks is not None:
+            raise Refused("unknown-mask", f"{mask.name} masks scores and sinks")
         if straight(mask, self.tables):
             raise Refused("unknown-attention", f"the scores are a sum of products ({mask.name})")
-        self.mask = (mask, dims, kind)
+        self.masks.append((mask, dims, kind, factor))
 
     def _fill(self, node: fx.Node, condition: Any, value: Any, dims: tuple[Dim, ...], kind: str) -> None:
         if isinstance(value, fx.Node) and graph.is_tensor(value):
@@ -478,9 +476,40 @@ class _Reading:
 
     def _mask(self, batch: str | None, heads: list[str], row: str, last: str) -> tuple[Expr | None, MaskKind]:
         """The mask as an ``Expr`` that broadcasts to [B, Hq, T, L]."""
-        if self.mask is None:
+        read = [(*self._one_mask(m, batch, heads, row, last), m[3]) for m in self.masks]
+        if not read:
             return None, "none"
-        node, dims, kind = self.mask
+        if len(read) == 1 and read[0][2] == 1.0:
+            return read[0][:2]
+        kinds = [(expr.steps, kind, factor) for expr, kind, factor in read]
+
+        def together(*masks: torch.Tensor) -> torch.Tensor:
+            seen: torch.Tensor | None = None
+            added: torch.Tensor | None = None
+            for mask, (steps, kind, factor) in zip(masks, kinds, strict=True):
+                for op, arguments in steps:
+                    mask = op(mask, *arguments)
+                if kind == "bool":
+                    seen = mask if seen is None else seen & mask
+                else:
+                    added = mask.float() * factor if added is None else added + mask.float() * factor
+            if added is None:
+                assert seen is not None
+                return seen
+            return added if seen is None else torch.where(seen, added, float("-inf"))
+
+        made = traced(self.tables.shadow, self.softmax, together, [expr.node for expr, _, _ in read])
+        return Expr(made), "bool" if all(kind == "bool" for _, kind, _ in read) else "additive"
+
+    def _one_mask(
+        self,
+        mask: tuple[fx.Node, tuple[Dim, ...], str, float],
+        batch: str | None,
+        heads: list[str],
+        row: str,
+        last: str,
+    ) -> tuple[Expr, MaskKind]:
+        node, dims, kind, _ = mask
         expr = self._broadcast(node, dims, batch, heads, row, last)
         if kind == "additive":
             if graph.tensor(node).dtype == torch.bool:

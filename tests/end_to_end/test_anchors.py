@@ -22,7 +22,7 @@ def check(model, kind, anchor, steps=6):
         torch._dynamo.reset()
         fasa_compile.reset_stats()
         backend = fasa_backend(llama_profile(2), n_fac=n_fac, inner="eager", strict=True, check_weights=False)
-        found = decode(model, torch.compile(model, backend=backend), IDS, cache_for(model, kind), steps)
+        found = decode(plain, torch.compile(model, backend=backend), IDS, cache_for(model, kind), steps)
         assert fasa_compile.stats()["sparse_steps"] >= steps - 1, str(backend.explain())
         assert {row.anchor for row in backend.explain().rows} == {anchor}
         assert difference(found, expected) <= 2e-4

@@ -299,11 +299,6 @@ def test_sinks(groups):
 # ---- what written-out anchors refuse, and what they do not take for an attention -----------------------------------------
 
 
-def two_masks(q, k, v, pos):
-    scores = q @ repeated(k).mT * D**-0.5 + additive(pos, S) + torch.linspace(0, 1, S)
-    return scores.softmax(-1) @ repeated(v)
-
-
 def relative_positions(q, k, v, pos):
     """A sum of two products with the queries."""
     scores = q @ repeated(k).mT + (q * 2) @ repeated(k).mT
@@ -345,7 +340,6 @@ def filled_with_little(q, k, v, pos):
 @pytest.mark.parametrize(
     "attend, reason",
     [
-        (two_masks, "unknown-mask"),
         (relative_positions, "unknown-attention"),
         (scaled_by_a_weight, "unsupported-value"),
         (weights_cut_short, "unknown-attention"),
@@ -409,3 +403,54 @@ def test_a_symbolic_scale_is_guarded():
             module.attend.scaling = scaling
             torch.testing.assert_close(compiled(x, pos), module(x, pos))
     assert scales == pytest.approx([0.3, 0.7])
+
+
+# ---- several masks on one score -----------------------------------------------------------------------------------------
+
+
+def padding(length):
+    return torch.arange(length).remainder(4) != 2
+
+
+def two_masks(q, k, v, pos):
+    scores = q @ repeated(k).mT * D**-0.5 + additive(pos, S) + torch.linspace(0, 1, S)
+    return scores.softmax(-1) @ repeated(v)
+
+
+def two_added(q, k, v, pos):
+    hidden = torch.where(padding(S), 0.0, NEGATIVE)
+    scores = q @ repeated(k).mT * 0.5 + additive(pos, S) + hidden
+    return softmax(scores, -1) @ repeated(v)
+
+
+def filled_and_added(q, k, v, pos):
+    scores = (q @ repeated(k).mT * 0.5).masked_fill(~padding(S), NEGATIVE) + additive(pos, S)
+    return softmax(scores, -1) @ repeated(v)
+
+
+def filled_twice(q, k, v, pos):
+    scores = (q @ repeated(k).mT * 0.5).masked_fill(~padding(S), float("-inf"))
+    return softmax(scores.masked_fill(~visible(pos, S), float("-inf")), -1) @ repeated(v)
+
+
+def subtracted(q, k, v, pos):
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])[:, None, None]
+    scores = q @ repeated(k).mT * 0.5 - slopes * (pos[-1] - torch.arange(S)).abs()
+    return softmax(scores + additive(pos, S), -1) @ repeated(v)
+
+
+@pytest.mark.parametrize(
+    "attend, kind",
+    [
+        (two_masks, "additive"),
+        (two_added, "additive"),
+        (filled_and_added, "additive"),
+        (filled_twice, "bool"),
+        (subtracted, "additive"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_several_masks_are_one(attend, kind):
+    matched = decode(Attention(half_split, Static(), attend))
+    assert matched.site.mask_kind == kind
+    check_numbers(matched)
