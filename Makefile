@@ -82,6 +82,20 @@ test: lint types ## format, lint, types and all tests that need no GPU
 test-fast: $(VENV)/dev.stamp ## the tests that take seconds
 	$(call bounded,$(BIN)/pytest -q -n $(WORKERS) --dist loadfile -m "not gpu and not slow" $(PYTEST_ARGS))
 
+# The libraries bring requirements that would change torch and transformers, so they go in without them, into an environment of
+# their own that sees the other one.
+$(VENV)-zoo/zoo.stamp: $(VENV)/dev.stamp tests/zoo/libraries.txt
+	@test -x $(VENV)-zoo/bin/python || $(BIN)/python -m venv $(VENV)-zoo
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(" + repr(sysconfig.get_paths()["purelib"]) + ")")' \
+		> "$$($(VENV)-zoo/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/base.pth"
+	@$(VENV)-zoo/bin/python -m pip install --quiet --no-deps -r tests/zoo/libraries.txt
+	@touch $@
+
+.PHONY: zoo
+zoo: $(VENV)-zoo/zoo.stamp ## every causal-LM architecture of transformers, and three model libraries from PyPI (minutes)
+	@$(VENV)-zoo/bin/python -m pytest -q tests/zoo $(PYTEST_ARGS)
+	@$(BIN)/python tests/zoo/run_zoo.py --jobs $(WORKERS) --out build/zoo.json --table docs/coverage.md $(ZOO_ARGS)
+
 # Installs nothing: it runs with the interpreter that has a CUDA torch and pytest, on this checkout.
 test-gpu: ## the tests that need a CUDA device, with $(PYTHON) as it is
 	$(call bounded,bash -c '. tests/gpu/path.sh && exec $(PYTHON) -P -m pytest -q -m gpu tests/gpu $(PYTEST_ARGS)')

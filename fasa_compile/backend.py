@@ -131,11 +131,15 @@ def _without_aliases(site: AttentionSite | NoMatch, shadow: Shadow) -> Attention
 
 
 def _autocasts(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
-    """Whether autocast is on around the graph, or turned on inside it."""
+    """Whether autocast is on around the graph, or turned on inside it for a device that the graph uses.
+
+    Many a rotary embedding turns it off for its tables, which changes nothing where it is not on.
+    """
     devices = {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}
     if any(torch.is_autocast_enabled(d) for d in devices if torch.amp.is_autocast_available(d)):
         return True
-    return any("enter_autocast" in str(node.target) for node in gm.graph.nodes)
+    entered = [node.args for node in gm.graph.nodes if "enter_autocast" in str(node.target)]
+    return any(len(args) < 3 or (args[2] is not False and args[0] in devices) for args in entered)
 
 
 def _wrapper(profile: FCProfile, sites: Sequence[AttentionSite]) -> str:

@@ -281,7 +281,8 @@ def test_llama(cache):
     for site in matched.sites:
         assert isinstance(site, AttentionSite), site
         assert (site.cache.kind, site.rope.kind, site.anchor) == (cache, "half-split", "sdpa")
-        assert site.mask_kind == ("bool" if cache == "static" else "none")
+        # Older releases pass a mask of True with a cache that grows.
+        assert site.mask_kind in {"static": ("bool",), "dynamic": ("none", "bool"), "none": ("none",)}[cache]
         check_numbers(matched, site)
         if cache == "static":
             assert matched.value(site.cache.slots).tolist() == [12]

@@ -1,0 +1,418 @@
+"""Every causal-LM architecture of transformers through the backend: ``make zoo``.
+
+For each architecture and kind of cache, with tiny random weights (``tiny_configs.py``) in float32:
+
+1. budget >= context: the sites rewritten are those of ``census.json`` and no other, and the logits are the uncompiled model's;
+2. budget < context, with a random profile: the logits are those of the plain reference (``plain_fasa.py``).
+
+An architecture runs in a process of its own with a time limit. Records go to a folder, one file each, so that a run can be taken
+up again; ``--out`` puts them together and ``--table`` writes the page for the docs. The exit status is 1 if any failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import torch
+from plain_fasa import Entry, PlainFasa
+from tiny_configs import build
+from torch import Tensor, nn
+
+from fasa_compile import fasa_backend
+from fasa_compile.profiles import Budget, FCProfile, LayerProfile, ModelFacts, RopeFacts
+from fasa_compile.sites import AttentionSite
+
+HERE = Path(__file__).parent
+CACHE, STEPS, SHORT, LONG = 64, 2, 12, 40  # slots; decode steps; prompts: before and after the windows of 32 are full
+WIDE = Budget(n_fac=20, n_sink=2, n_recent=4)  # >= SHORT + STEPS, and less than a window
+NARROW = Budget(n_fac=10, n_sink=1, n_recent=2)
+TOLERANCE = 1e-4  # of the largest logit, or of 1 if they are smaller
+
+#: Architectures that are not run, and why.
+LEFT_OUT = {
+    "gemma4_assistant": "drafts for another model: attends to keys and values handed over by that one, and has no cache of its own",
+    "gemma4_unified_assistant": "drafts for another model: attends to keys and values handed over by that one, and has no cache of its own",
+}
+
+
+class Failed(Exception):
+    """A check that did not hold."""
+
+
+class DoesNotRun(Exception):
+    """The model itself, uncompiled, does not run this way."""
+
+
+def new_cache(model: nn.Module, kind: str) -> Any:
+    from transformers import DynamicCache, StaticCache
+
+    config: Any = model.config
+    return StaticCache(config=config, max_cache_len=CACHE) if kind == "static" else DynamicCache(config=config)
+
+
+class Runner:
+    """A model and how to call it: which inputs it takes, and where its cache comes from."""
+
+    def __init__(self, model_type: str, kind: str) -> None:
+        import inspect
+
+        self.model_type, self.kind = model_type, kind
+        self.model = build(model_type)
+        takes = set(inspect.signature(self.model.forward).parameters)
+        self.cache_name = next(
+            (n for n in ("past_key_values", "cache") if n in takes), None
+        )  # it depends on the release
+        self.codebooks = getattr(self.model.config, "num_codebooks", 1) if "musicgen" in model_type else 1
+
+    def inputs(self, ids: Tensor, first: int, cache: Any) -> dict[str, Any]:
+        given: dict[str, Any] = {"input_ids": ids.repeat_interleave(self.codebooks, 0).clone()}
+        if self.model_type == "bamba":  # without, it decodes every token at position 0
+            given["position_ids"] = torch.arange(first, first + ids.shape[1])[None]
+        if self.cache_name is not None:
+            given |= {self.cache_name: cache, "use_cache": True}
+        return given
+
+    def prefill(self, ids: Tensor) -> Any:
+        """The cache after a prompt: ours, or the one that the model makes where it accepts no other."""
+        cache = new_cache(self.model, self.kind) if self.cache_name is not None else None
+        try:
+            out = self.model(**self.inputs(ids, 0, cache))
+        except Exception:
+            if self.kind == "static" or cache is None:
+                raise
+            out = self.model(**self.inputs(ids, 0, None))
+        returned = (getattr(out, name, None) for name in (self.cache_name or "", "past_key_values"))
+        return next((c for c in returned if c is not None), cache)
+
+    def step(self, call: Any, ids: Tensor, i: int, cache: Any) -> Tensor:
+        out = call(**self.inputs(ids[:, i : i + 1], i, cache))
+        logits = out.logits if hasattr(out, "logits") else out[0]
+        return logits[..., -1, :].float()
+
+    def prompt(self, length: int) -> Tensor:
+        return torch.randint(4, 90, (1, length + STEPS), generator=torch.Generator().manual_seed(length))
+
+    def start(self, ids: Tensor) -> tuple[Any, Any]:
+        """Two equal caches after the prompt. Raises ``DoesNotRun``."""
+        try:
+            cache = self.prefill(ids[:, :-STEPS])
+            other = copy.deepcopy(cache)
+            self.step(self.model, ids, ids.shape[1] - STEPS, copy.deepcopy(cache))
+        except Exception as error:
+            raise DoesNotRun(
+                f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
+            ) from error
+        return cache, other
+
+
+def decode(runner: Runner, call: Any, ids: Tensor, cache: Any, each: Any = None) -> list[Tensor]:
+    out = []
+    for i in range(ids.shape[1] - STEPS, ids.shape[1]):
+        if each is not None:
+            each(i)
+        out.append(runner.step(call, ids, i, cache))
+    return out
+
+
+def compare(what: str, got: list[Tensor], expected: list[Tensor]) -> float:
+    worst = 0.0
+    for a, b in zip(got, expected, strict=True):
+        if not bool(torch.isfinite(b).all()):
+            raise Failed(f"{what}: the logits expected are not finite")
+        worst = max(worst, float((a - b).abs().max()) / max(1.0, float(b.abs().max())))
+    if not worst <= TOLERANCE:
+        raise Failed(f"{what}: logits differ by {worst:.2e}, allowed {TOLERANCE:.0e}")
+    return worst
+
+
+def random_profile(sites: list[AttentionSite]) -> FCProfile:
+    """Random frequencies and constants for each site, in the format without rounding."""
+    g = torch.Generator().manual_seed(3)
+    layers = []
+    for site in sites:
+        _, heads, kv, _, _, d, _ = site.shape
+        n = len(site.rope.pairs)
+        fcs = torch.stack([torch.randperm(n, generator=g)[: max(1, n // 2)].sort().values for _ in range(kv)])
+        layers.append(
+            LayerProfile(
+                layer=site.layer,
+                num_heads=heads,
+                num_kv_heads=kv,
+                head_dim=d,
+                rope=RopeFacts(d, site.rope.pairs, site.rope.magnitude),
+                dense=False,
+                fcs=fcs.to(torch.int32),
+                centre=torch.randn(kv, d, generator=g) * 0.1,
+                spread=torch.rand(kv, d, generator=g) + 0.5,
+                norm=torch.randn(heads, generator=g),
+            )
+        )
+    return FCProfile(tuple(layers), NARROW, "fp32", "static", "random", ModelFacts("Zoo", "0" * 16, len(layers), {}))
+
+
+def resolve(model: nn.Module, layer: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(layer.split("#")[0]) if layer else None
+    except AttributeError:
+        return None
+
+
+def check(model_type: str, kind: str, expected: list[int] | None) -> dict[str, Any]:
+    """One architecture with one kind of cache. ``expected``: sites to rewrite, and attentions to leave alone."""
+    runner = Runner(model_type, kind)
+    model = runner.model
+    record: dict[str, Any] = {}
+    ids = runner.prompt(SHORT)
+    cache, plain = runner.start(ids)
+    if expected is None:
+        expected = [0, 0]
+    dense = decode(runner, model, ids, plain)
+
+    def compiled(backend: Any) -> Any:
+        torch._dynamo.reset()
+        return torch.compile(model, backend=backend, dynamic=kind == "dynamic")
+
+    began = time.perf_counter()
+    wide = fasa_backend(
+        "all", n_fac=WIDE.n_fac, n_sink=WIDE.n_sink, n_recent=WIDE.n_recent, inner="eager", strict=False
+    )
+    seen: list[int] = []
+    try:
+        got = decode(runner, compiled(wide), ids, cache, each=lambda i: seen.append(len(wide.graphs)))
+    except Exception as error:
+        try:
+            decode(runner, compiled("eager"), ids, runner.start(ids)[0])
+        except Exception as same:
+            if type(same) is type(error):
+                raise DoesNotRun(f"torch.compile with its eager backend: {type(same).__name__}: {same}"[:200]) from same
+        raise
+    first = wide.graphs[: seen[1]]  # graphs of the first step: a later one may compile again
+    decisions = [d for graph in first for d in graph.decisions]
+    sparse = [d for d in decisions if d.action == "sparse"]
+    record["sites"] = len(sparse)
+    record["dense"] = sorted(f"{d.reason} {d.site.layer}" for d in decisions if d.action == "dense")
+    record["graphs"] = len(first)
+    if len(sparse) != expected[0]:
+        raise Failed(f"{len(sparse)} sites rewritten, expected {expected[0]}; dense: {record['dense']}")
+    record["wide"] = compare("budget >= context", got, dense)
+    record["compile_s"] = round(time.perf_counter() - began, 2)
+    if not sparse:
+        return record
+
+    sites = [d.site for d in sparse if isinstance(d.site, AttentionSite)]
+    modules = [resolve(model, d.site.layer) for d in decisions]
+    known = all(m is not None for m in modules) and len({s.layer for s in sites}) == len(sites)
+    profile = random_profile(sites) if known else None
+    entries: dict[tuple[nn.Module, int], Entry] = {}
+    ids = runner.prompt(LONG)
+    cache, plain = runner.start(ids)
+    if known:
+        runs: dict[Any, int] = {}
+        for decision, module in zip(decisions, modules, strict=True):
+            runs[module] = runs.get(module, 0) + 1
+            if decision.action == "sparse" and module is not None:
+                site: Any = decision.site
+                layer = profile.by_layer(site.layer) if profile is not None else None
+                entries[module, runs[module]] = (layer, site.shape[1], site.shape[2], site.softcap)
+    elif len(sparse) == len(
+        decisions
+    ):  # pieces of a model: which module a graph belongs to is not known, but all have RoPE
+        site = sites[0]
+        attention = {m for m in model.modules()}
+        entries = {(m, n): (None, site.shape[1], site.shape[2], site.softcap) for m in attention for n in range(1, 5)}
+    else:
+        raise Failed("a graph with sites of unknown modules beside attentions that stay dense")
+    record["profile"] = "random" if known else "all dims"
+    reference = PlainFasa(model, entries, profile, NARROW)
+    with reference.following():
+        want = decode(runner, model, ids, plain, each=lambda i: reference.start())
+    if reference.applied != len(sparse):
+        raise Failed(f"the plain reference met {reference.applied} of {len(sparse)} sites")
+    narrow = fasa_backend(
+        profile if profile is not None else "all",
+        n_fac=NARROW.n_fac,
+        n_sink=NARROW.n_sink,
+        n_recent=NARROW.n_recent,
+        inner="eager",
+        check_weights=False,
+    )
+    seen.clear()
+    got = decode(runner, compiled(narrow), ids, cache, each=lambda i: seen.append(len(narrow.graphs)))
+    again = [d for graph in narrow.graphs[: seen[1]] for d in graph.decisions if d.action == "sparse"]
+    if len(again) != len(sparse):
+        raise Failed(f"budget < context: {len(again)} sites rewritten, expected {len(sparse)}")
+    record["states"] = sorted({d.state for d in again})
+    record["narrow"] = compare("budget < context", got, want)
+    return record
+
+
+def one(model_type: str, expected: dict[str, Any], path: Path) -> None:
+    """Both kinds of cache of one architecture, into a file."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    record: dict[str, Any] = {"model_type": model_type}
+    for kind in ("static", "dynamic"):
+        want = expected.get(kind)
+        try:
+            with torch.no_grad():
+                record[kind] = {"status": "ok", **check(model_type, kind, want)}
+        except DoesNotRun as error:
+            compiler = str(error).startswith("torch.compile")
+            status = "failed" if want and want[0] and not compiler else "does not run"
+            record[kind] = {"status": status, "why": str(error) if compiler else f"the uncompiled model fails: {error}"}
+        except (ImportError, KeyError, ValueError, TypeError, AttributeError) as error:
+            missing = isinstance(error, ImportError)
+            record[kind] = {
+                "status": "missing" if missing else "failed",
+                "why": f"{type(error).__name__}: {error}"[:400],
+            }
+            record[kind]["trace"] = traceback.format_exc()[-1500:]
+        except Exception as error:
+            record[kind] = {"status": "failed", "why": f"{type(error).__name__}: {error}"[:600]}
+            if not isinstance(error, Failed):
+                record[kind]["trace"] = traceback.format_exc()[-1500:]
+    record["seconds"] = round(time.perf_counter() - began, 1)
+    path.write_text(json.dumps(record))
+
+
+def run(names: list[str], census: dict[str, Any], folder: Path, jobs: int, limit: float, resume: bool) -> None:
+    """Each name in a process forked from this one, ``jobs`` at a time, ``limit`` seconds each."""
+    import transformers  # noqa: F401  # once, ahead of the forks
+
+    context = multiprocessing.get_context("fork")
+    folder.mkdir(parents=True, exist_ok=True)
+    waiting = [n for n in names if not (resume and (folder / f"{n}.json").exists())]
+    running: dict[str, tuple[Any, float]] = {}
+    done = len(names) - len(waiting)
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            name = waiting.pop(0)
+            (folder / f"{name}.json").unlink(missing_ok=True)
+            process = context.Process(target=one, args=(name, census.get(name, {}), folder / f"{name}.json"))
+            process.start()
+            running[name] = (process, time.monotonic())
+        for name, (process, since) in list(running.items()):
+            late = time.monotonic() - since > limit
+            if process.is_alive() and not late:
+                continue
+            if late:
+                process.kill()
+            process.join()
+            del running[name]
+            done += 1
+            path = folder / f"{name}.json"
+            if not path.exists():
+                why = f"stopped after {limit:.0f} s" if late else f"the process ended with {process.exitcode}"
+                failed = {"status": "failed", "why": why}
+                path.write_text(json.dumps({"model_type": name, "static": failed, "dynamic": failed, "seconds": limit}))
+            record = json.loads(path.read_text())
+            say = " ".join(f"{k}: {_brief(record[k])}" for k in ("static", "dynamic"))
+            print(f"[{done}/{len(names)}] {name} {record['seconds']} s  {say}", flush=True)
+        time.sleep(0.05)
+
+
+def _has_sites(census: dict[str, Any], name: str) -> bool:
+    return any((census.get(name, {}).get(kind) or [0])[0] for kind in ("static", "dynamic"))
+
+
+def _brief(record: dict[str, Any]) -> str:
+    if record["status"] != "ok":
+        return f"{record['status'].upper()} ({record['why'][:140]})"
+    return f"{record['sites']} sites"
+
+
+def table(records: list[dict[str, Any]], versions: dict[str, str]) -> str:
+    """The page for the docs."""
+    rope = [r for r in records if any(r[k].get("sites") for k in ("static", "dynamic"))]
+    plain = [r for r in records if r not in rope and any(r[k]["status"] == "ok" for k in ("static", "dynamic"))]
+    rest = [r for r in records if r not in rope and r not in plain]
+
+    def cell(r: dict[str, Any]) -> str:
+        if r["status"] == "ok":
+            return str(r["sites"])
+        return {"does not run": "-", "missing": "-"}.get(r["status"], "**" + r["status"] + "**")
+
+    lines = [
+        "# Coverage",
+        "",
+        "Written by `make zoo` (`tests/zoo/run_zoo.py`): every architecture of transformers' causal-LM mapping, tiny and with random",
+        "weights, decoded through the backend. In each, the sites rewritten are exactly those that the census counts as rotary "
+        "attention with a cache; with a",
+        f"budget that covers the context the logits are the uncompiled model's, with a smaller one the plain reference's (to {TOLERANCE:.0e} of the",
+        "largest logit, float32). A dash: the uncompiled model does not run with that kind of cache.",
+        "",
+        f"torch {versions['torch']}, transformers {versions['transformers']}, CPU. "
+        f"{len(rope)} architectures with sites, {len(plain)} where nothing is to be rewritten and nothing was.",
+        "",
+        "| architecture | sites, static cache | sites, dynamic cache |",
+        "|---|---|---|",
+        *(f"| {r['model_type']} | {cell(r['static'])} | {cell(r['dynamic'])} |" for r in rope),
+        "",
+        "## Nothing to rewrite",
+        "",
+        "No rotary embedding, or no attention: " + ", ".join(r["model_type"] for r in plain) + ".",
+        "",
+        "## Left out",
+        "",
+        "| architecture | why |",
+        "|---|---|",
+        *(f"| {name} | {why} |" for name, why in sorted(LEFT_OUT.items())),
+        *(f"| {r['model_type']} | {r['dynamic']['why'].splitlines()[0].replace('|', '/')[:200]} |" for r in rest),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="architectures (default: all)")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=240, help="seconds for one architecture")
+    parser.add_argument("--resume", action="store_true", help="keep the records that are there")
+    parser.add_argument("--records", type=Path, default=HERE.parents[1] / "build" / "zoo")
+    parser.add_argument("--out", type=Path, help="all records as one JSON file")
+    parser.add_argument("--table", type=Path, help="the page for the docs")
+    given = parser.parse_args()
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as mapping
+
+    census = json.loads((HERE / "census.json").read_text())
+    names = given.names or sorted(
+        (n for n in mapping if n not in LEFT_OUT), key=lambda n: (not _has_sites(census, n), n)
+    )
+    began = time.monotonic()
+    run(names, census, given.records, given.jobs, given.limit, given.resume)
+    records = [json.loads((given.records / f"{n}.json").read_text()) for n in names]
+    unknown = [n for n in names if n not in census]
+    missing = sorted(n for n in census if n not in mapping) if not given.names else []
+    failed = [r["model_type"] for r in records if "failed" in (r["static"]["status"], r["dynamic"]["status"])]
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    if given.out:
+        summary = {**versions, "seconds": round(time.monotonic() - began), "failed": failed, "architectures": records}
+        given.out.write_text(json.dumps(summary, indent=1) + "\n")
+    if given.table:
+        given.table.write_text(table(records, versions))
+    print(f"{len(records) - len(failed)} of {len(records)} architectures passed in {time.monotonic() - began:.0f} s")
+    for label, group in (("failed", failed), ("not in the census", unknown), ("not in this transformers", missing)):
+        if group:
+            print(f"{label}: {', '.join(group)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
