@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -285,7 +286,9 @@ def run_case(case: str, n_fac: int, layers: int, lock: str, out: Path) -> None:
         turn.take()
         rows[name] = row = measure(model, name, cache, batch, length, n_fac, turn)
         print(f"{shape} {name:14s} {row['ms_per_step']:8.2f} ms  {row}", flush=True)
-        out.write_text(json.dumps(rows))
+        whole = out.with_suffix(".new")
+        whole.write_text(json.dumps(rows))
+        whole.replace(out)
 
 
 def gib(case: str, layers: int) -> float:
@@ -294,18 +297,19 @@ def gib(case: str, layers: int) -> float:
     return WEIGHTS_GIB + CONTEXT_GIB + layers * (PER_LAYER_GIB + 1.08 * batch * length * 8 * 256 * 2 / 2**30)
 
 
-def run_cases(cases: list[str], n_fac: int, layers: int) -> tuple[dict[str, Any], bool]:
-    """Every case, as many at a time as fit the card; their rows, and whether all of them ended well."""
+def run_cases(cases: list[str], n_fac: int, layers: int, save: Callable[[dict[str, Any]], None]) -> bool:
+    """Every case, as many at a time as fit the card; whether all of them ended well. ``save`` is given all rows so far,
+    whenever there is a new one."""
     room = torch.cuda.get_device_properties(0).total_memory / 2**30 - 2.0
-    waiting, running, rows, good = list(cases), [], {}, True
+    waiting, running, good = list(cases), [], True
+    outs: dict[str, Path] = {}
+    saved: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         lock = str(Path(folder) / "lock")
         while waiting or running:
-            while waiting and (
-                not running or gib(waiting[0], layers) + sum(gib(c, layers) for c, _, _ in running) < room
-            ):
+            while waiting and (not running or gib(waiting[0], layers) + sum(gib(c, layers) for c, _ in running) < room):
                 case = waiting.pop(0)
-                out = Path(folder) / f"{len(waiting)}.json"
+                out = outs[case] = Path(folder) / f"{len(waiting)}.json"
                 command = [
                     sys.executable,
                     *(["-P"] if sys.flags.safe_path else []),
@@ -316,14 +320,16 @@ def run_cases(cases: list[str], n_fac: int, layers: int) -> tuple[dict[str, Any]
                     lock,
                 ]
                 command += ["--n-fac", str(n_fac), "--layers", str(layers), "--out", str(out)]
-                running.append((case, subprocess.Popen(command), out))
+                running.append((case, subprocess.Popen(command)))
             time.sleep(0.2)
             for item in [item for item in running if item[1].poll() is not None]:
                 running.remove(item)
-                case, process, out = item
-                good &= process.returncode == 0
-                rows[case.split(":")[0]] = json.loads(out.read_text()) if out.exists() else {}
-    return {case.split(":")[0]: rows[case.split(":")[0]] for case in cases}, good
+                good &= item[1].returncode == 0
+            rows = {c.split(":")[0]: json.loads(outs[c].read_text()) for c in cases if c in outs and outs[c].exists()}
+            if rows != saved:
+                save(rows)
+                saved = rows
+    return good
 
 
 # --- plot -----------------------------------------------------------------------------------------------------------------
@@ -410,13 +416,18 @@ def main() -> None:
         "transformers": transformers.__version__,
         "date": time.strftime("%Y-%m-%d"),
     }
-    record["cases"], good = run_cases(
-        options.case or ["1x32768:hf,flash,dense,fasa-int4-32"], options.n_fac, options.layers
-    )
-    for path, text in ((options.out, json.dumps(record, indent=1) + "\n"), (options.plot, None)):
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(plot(record) if text is None else text)
+
+    def save(rows: dict[str, Any]) -> None:
+        record["cases"] = rows
+        for path, text in (
+            (options.out, lambda: json.dumps(record, indent=1) + "\n"),
+            (options.plot, lambda: plot(record)),
+        ):
+            if path:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text())
+
+    good = run_cases(options.case or ["1x32768:hf,flash,dense,fasa-int4-32"], options.n_fac, options.layers, save)
     if not good:
         sys.exit("a case did not end well")
 

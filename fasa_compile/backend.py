@@ -241,7 +241,7 @@ class FasaBackend:
         profile = self.policy.profile
         paths = [site.layer for site in sites if site.layer]
         root = root_module(paths)
-        if profile == "all" or root is None or any(profile.by_layer(path) for path in paths):
+        if not isinstance(profile, FCProfile) or root is None or any(profile.by_layer(path) for path in paths):
             return sites, root
         for outer, path in enclosing_modules(root):
             if all(layer.layer.startswith(f"{path}.") for layer in profile.layers):
