@@ -13,12 +13,12 @@ IDS = torch.randint(0, 512, (2, 120), generator=torch.Generator().manual_seed(3)
 STEPS, SINK, RECENT = 16, 3, 5
 
 
-def decoded(every: int) -> torch.Tensor:
+def decoded(every: int, inner: str = "eager") -> torch.Tensor:
     """Logits of ``STEPS`` steps in which only forced tokens are attended to."""
     torch._dynamo.reset()
     model = tiny_llama(layers=2)
     budget = {"n_fac": SINK + RECENT, "n_sink": SINK, "n_recent": RECENT}
-    backend = fasa_backend(llama_profile(2), check_weights=False, inner="eager", strict=True, audit=every, **budget)
+    backend = fasa_backend(llama_profile(2), check_weights=False, inner=inner, strict=True, audit=every, **budget)
     compiled, cache, start = (
         torch.compile(model, backend=backend),
         cache_for(model, "static", 160),
@@ -98,3 +98,16 @@ def test_a_full_selection_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_wrong_number_of_steps_is_an_error(every: object) -> None:
     with pytest.raises(TypeError, match="audit"):
         fasa_backend("all", audit=every)  # type: ignore[arg-type]
+
+
+@pytest.mark.inductor
+def test_compiled_graphs_leave_the_same_queries() -> None:
+    fasa_compile.reset_stats()
+    decoded(every=1)
+    eager = fasa_compile.stats()["lost_mass"]
+    fasa_compile.reset_stats()
+    decoded(every=1, inner="inductor")
+    compiled = fasa_compile.stats()["lost_mass"]
+    assert {k: v["steps"] for k, v in compiled.items()} == {k: v["steps"] for k, v in eager.items()}
+    for layer, entry in eager.items():
+        assert compiled[layer]["mean"] == pytest.approx(entry["mean"], abs=1e-4)
