@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from .bounds import allowed_by
+from .launch import wait_for_predecessor
 from .score import BINS, bin_of, deal, dealt_token, row_bounds
 
 
@@ -222,10 +223,11 @@ def fac_kernel(
     DV: tl.constexpr, DVP: tl.constexpr, WIDE: tl.constexpr,
     MASK_KIND: tl.constexpr, PER_HEAD: tl.constexpr, HAS_BOUNDS: tl.constexpr, HAS_HINT: tl.constexpr,
     HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (SPLITS, B * HKV). ``kept [B * HKV, SPLITS, room]`` int32 receives the selected tokens of each program's part of
     the context and ``kept_count [B * HKV, SPLITS]`` their number."""
+    wait_for_predecessor(EARLY)
     split = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     b, h = row // HKV, row % HKV
@@ -244,13 +246,16 @@ def fac_kernel(
     per_width = tl.load(window + row * 2 + 1)
     number = tl.arange(0, BINS)
     in_bin = tl.load(bins + row * 2 * BINS + number)
-    reach = tl.sum(in_bin, axis=0) - tl.cumsum(in_bin, axis=0) + in_bin  # in this bin or above
+    reach = tl.cumsum(in_bin, axis=0, reverse=True)  # in this bin or above
     valid_count = stop - first
     if MASK_KIND != 0:
         valid_count = tl.load(bins + row * 2 * BINS + BINS)
-    bin = tl.max(tl.where(reach >= n_fac, number, -1), axis=0)
-    n_bin = tl.sum(tl.where(number == bin, reach, 0), axis=0)
-    cell = tl.sum(tl.where(number == bin, in_bin, 0), axis=0)
+    # Its number, what it reaches and what it holds, in one reduction: L < 2^28.
+    found = (number.to(tl.int64) << 56) | (reach.to(tl.int64) << 28) | in_bin
+    found = tl.max(tl.where(reach >= n_fac, found, -1), axis=0)
+    bin = (found >> 56).to(tl.int32)
+    n_bin = ((found >> 28) & 0xFFFFFFF).to(tl.int32)
+    cell = (found & 0xFFFFFFF).to(tl.int32)
     everything = valid_count <= n_fac
     by_bin = everything | ((bin >= 0) & (n_bin <= n_fac + n_fac // 8))
     edge = tl.where(everything, -float("inf"), bin.to(tl.float32))
@@ -321,9 +326,10 @@ def fac_kernel(
 @triton.jit
 def merge_kernel(
     part, sinks, out, splits, HQ: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    SPLITS_P: tl.constexpr, HAS_SINKS: tl.constexpr,
+    SPLITS_P: tl.constexpr, HAS_SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * HQ,): joins the shares of one query head, ``part [B * HKV, splits, G, 2 + DV]``, and the learned sink."""
+    wait_for_predecessor(EARLY)
     head = tl.program_id(0).to(tl.int64)
     row, g = head // G, head % G
     i = tl.arange(0, SPLITS_P)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .attend import attend_tile, head_mask, load_query, merge_kernel, store_part
-from .launch import Device, Mask, device_of, mask_arguments, on_device, power_of_2, split_width
+from .launch import Device, Mask, device_of, mask_arguments, on_device, power_of_2, split_width, wait_for_predecessor
 from .pack import bytes_view, pack_sizes, pack_slots
 from .score import row_bounds
 
@@ -29,9 +29,11 @@ def dense_kernel(
     SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_SLOTS: tl.constexpr, COLUMNS: tl.constexpr, META: tl.constexpr,
     W: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, FMT: tl.constexpr, LIMIT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (SPLITS, B * HKV): each program attends to an equal run of the row's valid range. With slots there is one program
     more to a row: it refreshes these rows of the packed FC cache, which nobody reads here but the next step may."""
+    wait_for_predecessor(EARLY)
     split = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     b, h = row // HKV, row % HKV
@@ -96,9 +98,11 @@ def strides_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bounds: Tensor | Non
 
 def merge(part: Tensor | None, sinks: Tensor | None, out: Tensor, splits: int, sizes: dict[str, int | bool]) -> None:
     B, Hq = out.shape[:2]
+    early = device_of(out).early
     merge_kernel[(B * Hq,)](
         part, sinks, out, splits, HQ=Hq, G=sizes["G"], DV=sizes["DV"], DVP=sizes["DVP"],
-        SPLITS_P=power_of_2(splits), HAS_SINKS=sinks is not None, num_warps=4,
+        SPLITS_P=power_of_2(splits), HAS_SINKS=sinks is not None, EARLY=early, num_warps=4,
+        launch_pdl=early,
     )  # fmt: skip
 
 
@@ -154,7 +158,8 @@ def dense_decode(
     sizes = attend_sizes(q, k, v)
     width = token_width(q, k, v)  # a tile of K and V must fit in shared memory, twice
     block = 64 if width <= 1024 else 32 if width <= 2048 else 16
-    splits = _splits(B * Hkv, L, block, device_of(q))
+    device = device_of(q)
+    splits = _splits(B * Hkv, L, block, device)
     out = torch.empty((B, Hq, 1, DV), dtype=q.dtype, device=q.device)
     part = torch.empty(
         (B * Hkv * splits * (Hq // Hkv) * (DV + 2)) if splits > 1 else 1, dtype=torch.float32, device=q.device
@@ -164,7 +169,8 @@ def dense_decode(
             q, k, v, m.tensor, bounds, out, part, sinks, *strides_of(q, k, v, m, bounds),
             L, scale, softcap, **sizes, MASK_KIND=m.kind, PER_HEAD=m.per_head, HAS_BOUNDS=bounds is not None,
             HAS_SINKS=sinks is not None, SOFTCAP=softcap != 0.0, SPLITS=splits, BLOCK_N=block,
-            **(_NO_REFRESH if refresh is None else refresh.kernel_arguments()), num_warps=4, num_stages=2,
+            **(_NO_REFRESH if refresh is None else refresh.kernel_arguments()), EARLY=device.early, num_warps=4, num_stages=2,
+            launch_pdl=device.early,
         )  # fmt: skip
         if splits > 1:
             merge(part, sinks, out, splits, sizes)

@@ -1,4 +1,4 @@
-"""What every launcher needs: the device guard, and masks and bounds as pointers and strides."""
+"""What every launcher needs: the device guard, kernels that start early, and masks and bounds as pointers and strides."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 #: Natural-log units to the base-2 units in which the kernels work.
@@ -32,6 +34,21 @@ class Device:
     def fp8(self) -> bool:
         """Whether the tensor cores take e4m3 operands."""
         return self.capability >= 89
+
+    @property
+    def early(self) -> bool:
+        """Whether a kernel may be launched while the one before it still runs (``wait_for_predecessor``)."""
+        return self.native and self.capability >= 90 and hasattr(tl.extra.cuda, "gdc_wait")
+
+
+@triton.jit
+def wait_for_predecessor(EARLY: tl.constexpr):
+    """What a kernel launched with ``launch_pdl`` does before it touches memory: lets its successor be set up, and waits until
+    its predecessor has completed. Since every kernel does so, first and unconditionally, all kernels before that one have
+    completed too, and neither reads nor writes can overtake theirs."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .launch import wait_for_predecessor
 from .pack import encode_e4m3, pack_slots, round_half_even, rounded_to
 
 
@@ -35,10 +36,12 @@ def query_kernel(
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, COLUMNS: tl.constexpr, META: tl.constexpr,
     W: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, FMT: tl.constexpr, LIMIT: tl.constexpr,
     HAS_SLOTS: tl.constexpr, BLOCK_W: tl.constexpr, HALVES: tl.constexpr, BINS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * HKV, 1), or (B * HKV, 2) with slots: the second half refreshes them. Writes ``query [rows, 2, GP, BLOCK_W]`` (zero padded; the second half is int4's high nibbles),
     ``factors [rows, GP]``, what turns a dot into a score, and ``sums [rows, GP]``, the codes' sums (integer formats). HALVES: e4m3 numbers are written as fp16, divided by 512. Clears
     ``bins [rows, BINS]`` for the counts that follow."""
+    wait_for_predecessor(EARLY)
     row = tl.program_id(0).to(tl.int64)
     b, h = row // HKV, row % HKV
     if HAS_SLOTS and tl.program_id(1) == 1:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from .bounds import allowed_by
+from .launch import wait_for_predecessor
 
 # Bins adapt to hold about a thirtieth of n_fac each, so half of them reach 1.6 nats either way: several times what the
 # threshold of real text moves in a step.
@@ -163,11 +164,13 @@ def tip_kernel(
     PASS: tl.constexpr,  # "keys", "stats" (log-sum-exp partials of each head), "keys-by-stats"
     ENGINE: tl.constexpr,  # "words" (four dims at a time), "dot" (tensor cores); "all" scores with K itself
     FP8: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, CHUNKS: tl.constexpr, HOIST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (CHUNKS, B * HKV). ``source`` is the packed data and ``query, factors, sums`` are ``query_kernel``'s; when ENGINE is
     "all", they are k and q themselves and nothing. Writes ``keys [rows, L]`` and ``window [rows, 2]``, and adds to
     ``bins [rows, 2 * BINS]``: BINS counts of the keys in the window or above it, then the number of valid tokens (only with a
     mask: else the bounds tell). HOIST: keep the rounded queries of all heads in registers."""
+    wait_for_predecessor(EARLY)
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     b, h = row // HKV, row % HKV

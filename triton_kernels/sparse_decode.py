@@ -146,7 +146,8 @@ def sparse_decode(
                 *strides[:7], 0 if slots is None or slots.dim() == 1 else slots.stride(0),
                 L, 0 if slots is None else slots.shape[-1], scale,
                 HKV=Hkv, G=G, GP=GP, COLUMNS=data.shape[3], META=meta.shape[3], **pack_sizes(dims.shape[1], fmt),
-                HAS_SLOTS=slots is not None, BLOCK_W=block_w, HALVES=halves, BINS=2 * BINS.value, num_warps=2,
+                HAS_SLOTS=slots is not None, BLOCK_W=block_w, HALVES=halves, BINS=2 * BINS.value, EARLY=device.early,
+                num_warps=2, launch_pdl=device.early,
             )  # fmt: skip
         for step in ("stats", "keys-by-stats") if reduction == "softmax_sum" else ("keys",):
             tip_kernel[(c.chunks, rows)](
@@ -157,8 +158,8 @@ def sparse_decode(
                 META=0 if meta is None else meta.shape[3], MASK_KIND=m.kind, PER_HEAD=m.per_head,
                 HAS_BOUNDS=bounds is not None, HAS_HINT=hint is not None, HAS_NORM=norm is not None,
                 SOFTCAP=softcap != 0.0, MAX=reduction == "max", PASS=step, ENGINE=engine, FP8=device.fp8,
-                BLOCK_W=block_w, BLOCK_T=c.block_t, CHUNKS=c.chunks, HOIST=c.hoist, num_warps=c.tip_warps,
-                num_stages=1 if engine == "all" else 3,
+                BLOCK_W=block_w, BLOCK_T=c.block_t, CHUNKS=c.chunks, HOIST=c.hoist, EARLY=device.early,
+                num_warps=c.tip_warps, num_stages=1 if engine == "all" else 3, launch_pdl=device.early,
             )  # fmt: skip
         sizes = attend_sizes(q, k, v)
         fac_kernel[(splits, rows)](
@@ -166,7 +167,7 @@ def sparse_decode(
             *strides, L, n_fac, scale, softcap, room, **sizes,
             MASK_KIND=m.kind, PER_HEAD=m.per_head, HAS_BOUNDS=bounds is not None, HAS_HINT=hint is not None,
             HAS_SINKS=sinks is not None, SOFTCAP=softcap != 0.0, SPLITS=splits, BLOCK_K=c.block_k,
-            BLOCK_N=c.block_n, num_warps=c.fac_warps, num_stages=c.fac_stages,
+            BLOCK_N=c.block_n, EARLY=device.early, num_warps=c.fac_warps, num_stages=c.fac_stages, launch_pdl=device.early,
         )  # fmt: skip
         if splits > 1:
             merge(part, sinks, out, splits, sizes)
