@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .bounds import allowed_by
-from .launch import wait_for_predecessor
+from .launch import admit_successor, wait_for_predecessor
 from .score import BINS, bin_of, deal, dealt_token, row_bounds
 
 
@@ -237,7 +237,7 @@ def fac_kernel(
     keys += row * L
     kept += (row * SPLITS + split) * room
     # The first keys are on their way while the bins are read, and each next tile's while one is looked at.
-    step = tl.arange(0, BLOCK_K)
+    step = tl.arange(0, BLOCK_K // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]  # runs, side by side
     token = dealt_token(step, split, base, SPLITS, 32)
     x = tl.load(keys + token, mask=(step < share) & (token >= first) & (token < stop), other=-float("inf"))
 
@@ -263,7 +263,7 @@ def fac_kernel(
     lo = tl.full((), 0.0, tl.float32)
     below = tl.full((), 0, tl.int32)
     if by_bin == 0:
-        hi_level, lo, below = find_threshold(keys, n_fac, first, stop, 4 * BLOCK_K)
+        hi_level, lo, below = find_threshold(keys, n_fac, first, stop, 4096)
 
     if HAS_HINT and split == 0:
         # The next window: this threshold in its middle, bins that hold about a thirtieth of n_fac.
@@ -292,9 +292,12 @@ def fac_kernel(
             keep = (x > -float("inf")) & (bin_of(x, origin, per_width) >= edge)
         else:
             keep = (x >= hi_level) | ((x >= lo) & (x < hi_level) & (token < below))
+        # Counted within each run and then over runs: that way a scan of all needs no passes that wait for each other.
         flag = keep.to(tl.int32)
-        tl.store(kept + mine + tl.cumsum(flag, axis=0) - 1, token, mask=keep)
-        mine += tl.sum(flag, axis=0)
+        in_run = tl.sum(flag, axis=1)
+        before = mine + tl.cumsum(in_run, axis=0) - in_run
+        tl.store(kept + before[:, None] + tl.cumsum(flag, axis=1) - 1, token, mask=keep)
+        mine += tl.sum(in_run, axis=0)
         token = next_token
         x = next_x
     tl.store(kept_count + row * SPLITS + split, mine)
@@ -320,6 +323,7 @@ def fac_kernel(
             k + b * stride_kb + h * stride_kh + chosen * stride_kt, v + b * stride_vb + h * stride_vh + chosen * stride_vt,
             inside, valid, bias, factor, softcap, stride_kd, stride_vd, D, D1, D2, DV, DVP, SOFTCAP,
         )  # fmt: skip
+    admit_successor(EARLY)
     store_part(out, part, sinks, row, split, SPLITS, h, m_i, l_i, acc, HKV, G, GP, DV, DVP, HAS_SINKS, SPLITS == 1)
 
 
@@ -330,6 +334,7 @@ def merge_kernel(
 ):  # fmt: skip
     """Grid (B * HQ,): joins the shares of one query head, ``part [B * HKV, splits, G, 2 + DV]``, and the learned sink."""
     wait_for_predecessor(EARLY)
+    admit_successor(EARLY)
     head = tl.program_id(0).to(tl.int64)
     row, g = head // G, head % G
     i = tl.arange(0, SPLITS_P)

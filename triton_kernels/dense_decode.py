@@ -11,7 +11,17 @@ import triton.language as tl
 from torch import Tensor
 
 from .attend import attend_tile, head_mask, load_query, merge_kernel, store_part
-from .launch import Device, Mask, device_of, mask_arguments, on_device, power_of_2, split_width, wait_for_predecessor
+from .launch import (
+    Device,
+    Mask,
+    admit_successor,
+    device_of,
+    mask_arguments,
+    on_device,
+    power_of_2,
+    split_width,
+    wait_for_predecessor,
+)
 from .pack import bytes_view, pack_sizes, pack_slots
 from .score import row_bounds
 
@@ -70,6 +80,7 @@ def dense_kernel(
             k + b * stride_kb + h * stride_kh + token * stride_kt, v + b * stride_vb + h * stride_vh + token * stride_vt,
             seen, valid, bias, factor, softcap, stride_kd, stride_vd, D, D1, D2, DV, DVP, SOFTCAP,
         )  # fmt: skip
+    admit_successor(EARLY)
     store_part(out, part, sinks, row, split, SPLITS, h, m_i, l_i, acc, HKV, G, GP, DV, DVP, HAS_SINKS, SPLITS == 1)
 
 

@@ -43,12 +43,19 @@ class Device:
 
 @triton.jit
 def wait_for_predecessor(EARLY: tl.constexpr):
-    """What a kernel launched with ``launch_pdl`` does before it touches memory: lets its successor be set up, and waits until
-    its predecessor has completed. Since every kernel does so, first and unconditionally, all kernels before that one have
-    completed too, and neither reads nor writes can overtake theirs."""
+    """What a kernel launched with ``launch_pdl`` does before it touches memory: waits until its predecessor has completed.
+    Since every kernel does so, first and unconditionally, all kernels before that one have completed too, and neither reads
+    nor writes can overtake theirs."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def admit_successor(EARLY: tl.constexpr):
+    """Lets the next kernel be set up, once all programs have come here. It will wait for this one's end, but its programs take
+    their places now: a kernel that fills the GPU calls this near its end, or the next one's are spread unevenly."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
 
 
 @cache

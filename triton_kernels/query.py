@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .launch import wait_for_predecessor
+from .launch import admit_successor, wait_for_predecessor
 from .pack import encode_e4m3, pack_slots, round_half_even, rounded_to
 
 
@@ -42,6 +42,7 @@ def query_kernel(
     ``factors [rows, GP]``, what turns a dot into a score, and ``sums [rows, GP]``, the codes' sums (integer formats). HALVES: e4m3 numbers are written as fp16, divided by 512. Clears
     ``bins [rows, BINS]`` for the counts that follow."""
     wait_for_predecessor(EARLY)
+    admit_successor(EARLY)
     row = tl.program_id(0).to(tl.int64)
     b, h = row // HKV, row % HKV
     if HAS_SLOTS and tl.program_id(1) == 1:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .bounds import allowed_by
-from .launch import wait_for_predecessor
+from .launch import admit_successor, wait_for_predecessor
 
 # Bins adapt to hold about a thirtieth of n_fac each, so half of them reach 1.6 nats either way: several times what the
 # threshold of real text moves in a step.
@@ -164,7 +164,7 @@ def tip_kernel(
     PASS: tl.constexpr,  # "keys", "stats" (log-sum-exp partials of each head), "keys-by-stats"
     ENGINE: tl.constexpr,  # "words" (four dims at a time), "dot" (tensor cores); "all" scores with K itself
     FP8: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, CHUNKS: tl.constexpr, HOIST: tl.constexpr,
-    EARLY: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (CHUNKS, B * HKV). ``source`` is the packed data and ``query, factors, sums`` are ``query_kernel``'s; when ENGINE is
     "all", they are k and q themselves and nothing. Writes ``keys [rows, L]`` and ``window [rows, 2]``, and adds to
@@ -244,7 +244,7 @@ def tip_kernel(
     run_sum = tl.zeros((GP,), tl.float32)
     lane = tl.arange(0, BLOCK_T)
     seen = tl.zeros((BLOCK_T,), tl.int32)
-    for i0 in range(0, share, BLOCK_T):
+    for i0 in tl.range(0, share, BLOCK_T, num_stages=STAGES):
         token = base + i0 * CHUNKS + chunk * BLOCK_T + lane
         inside = (token >= first) & (token < stop)
         counted = inside
@@ -392,6 +392,7 @@ def tip_kernel(
             if MASK_KIND != 0:
                 seen += counted.to(tl.int32)
 
+    admit_successor(EARLY)
     if PASS == "stats":
         at = (row * CHUNKS + chunk) * GP * 2 + g * 2
         tl.store(stats + at, run_top)

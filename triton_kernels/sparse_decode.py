@@ -26,6 +26,7 @@ class Configuration:
     block_t: int
     tip_warps: int
     hoist: bool
+    tip_stages: int
     splits: int
     block_k: int
     block_n: int
@@ -47,7 +48,8 @@ def configuration(rows: int, L: int, n_fac: int, width: int, device: Device) -> 
     block_n = 16 if width > 2048 else 32 if rows > 16 or width > 1024 else 64
     splits = max(1, min(4 * device.sms // rows, -(-n_fac // 32), 64))
     stages = 1 if width > 1024 else 3 if block_n == 32 else 2
-    return Configuration(chunks, block_t, 4, not many, splits, 1024, block_n, 4, stages)
+    block_k = max(128, min(2048, power_of_2(-(-L // splits))))
+    return Configuration(chunks, block_t, 4, not many, 3, splits, block_k, block_n, 4, stages)
 
 
 def sparse_decode(
@@ -150,6 +152,7 @@ def sparse_decode(
                 num_warps=2, launch_pdl=device.early,
             )  # fmt: skip
         for step in ("stats", "keys-by-stats") if reduction == "softmax_sum" else ("keys",):
+            stages = 1 if engine == "all" else c.tip_stages
             tip_kernel[(c.chunks, rows)](
                 query, factors, sums, source, meta, norm, m.tensor, bounds, hint,
                 keys, bins, window, stats,
@@ -158,8 +161,8 @@ def sparse_decode(
                 META=0 if meta is None else meta.shape[3], MASK_KIND=m.kind, PER_HEAD=m.per_head,
                 HAS_BOUNDS=bounds is not None, HAS_HINT=hint is not None, HAS_NORM=norm is not None,
                 SOFTCAP=softcap != 0.0, MAX=reduction == "max", PASS=step, ENGINE=engine, FP8=device.fp8,
-                BLOCK_W=block_w, BLOCK_T=c.block_t, CHUNKS=c.chunks, HOIST=c.hoist, EARLY=device.early,
-                num_warps=c.tip_warps, num_stages=1 if engine == "all" else 3, launch_pdl=device.early,
+                BLOCK_W=block_w, BLOCK_T=c.block_t, CHUNKS=c.chunks, HOIST=c.hoist, STAGES=stages, EARLY=device.early,
+                num_warps=c.tip_warps, num_stages=stages, launch_pdl=device.early,
             )  # fmt: skip
         sizes = attend_sizes(q, k, v)
         fac_kernel[(splits, rows)](
