@@ -126,20 +126,6 @@ def _halves(w):
 
 
 @triton.jit
-def _load_words(
-    source, meta, token, inside, word,
-    META: tl.constexpr, WORDS: tl.constexpr, WORDS_P: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """The packed data of tokens ``[T]``: words ``[T, STEP]``, as often as it takes; before them scale and zero ``[T]``."""
-    loaded = (tl.load(meta.to(tl.pointer_type(tl.int32)) + token, mask=inside, other=0) if META > 0 else 0,)
-    at = source.to(tl.pointer_type(tl.int32)) + token[:, None] * WORDS + word[None, :]
-    for w0 in tl.static_range(0, WORDS_P, STEP):
-        use = inside[:, None] & (w0 + word < WORDS)[None, :] if WORDS < WORDS_P else inside[:, None]
-        loaded = loaded + (tl.load(at + w0, mask=use, other=0),)
-    return loaded
-
-
-@triton.jit
 def _half2_fma(a, b, c):
     return tl.inline_asm_elementwise(
         "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
@@ -178,7 +164,7 @@ def tip_kernel(
     PASS: tl.constexpr,  # "keys", "stats" (log-sum-exp partials of each head), "keys-by-stats"
     ENGINE: tl.constexpr,  # "words" (four dims at a time), "dot" (tensor cores); "all" scores with K itself
     FP8: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, CHUNKS: tl.constexpr, HOIST: tl.constexpr,
-    EARLY: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (CHUNKS, B * HKV). ``source`` is the packed data and ``query, factors, sums`` are ``query_kernel``'s; when ENGINE is
     "all", they are k and q themselves and nothing. Writes ``keys [rows, L]`` and ``window [rows, 2]``, and adds to
@@ -258,12 +244,7 @@ def tip_kernel(
     run_sum = tl.zeros((GP,), tl.float32)
     lane = tl.arange(0, BLOCK_T)
     seen = tl.zeros((BLOCK_T,), tl.int32)
-    if ENGINE == "words":
-        start = base + chunk * BLOCK_T + lane
-        ahead = _load_words(
-            source, meta, start, (start >= first) & (start < stop), word, META, WORDS, WORDS_P, STEP
-        )  # fmt: skip
-    for i0 in range(0, share, BLOCK_T):
+    for i0 in tl.range(0, share, BLOCK_T, num_stages=STAGES):
         token = base + i0 * CHUNKS + chunk * BLOCK_T + lane
         inside = (token >= first) & (token < stop)
         counted = inside
@@ -272,19 +253,15 @@ def tip_kernel(
             counted, bias = _token_mask(mask, b, 0, token, inside, stride_mb, 0, stride_mt, MASK_KIND)
 
         if ENGINE == "words":
-            here = ahead  # the next tile's data is on its way while this one is scored
-            following = token + CHUNKS * BLOCK_T
-            ahead = _load_words(
-                source, meta, following, (following >= first) & (following < stop), word, META, WORDS, WORDS_P, STEP
-            )  # fmt: skip
             if META > 0:
-                both = here[0]
+                both = tl.load(meta.to(tl.pointer_type(tl.int32)) + token, mask=inside, other=0)
                 token_scale = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
                 token_zero = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            x_at = source.to(tl.pointer_type(tl.int32)) + token[:, None] * WORDS + word[None, :]
             low = ()
             high = ()
-            for j in tl.static_range(WORDS_P // STEP):
-                x = here[1 + j]
+            for w0 in tl.static_range(0, WORDS_P, STEP):
+                x = tl.load(x_at + w0, mask=inside[:, None] & (w0 + word < WORDS)[None, :], other=0)
                 if FMT == "int4":
                     low = low + (_nibble_low(x),)
                     high = high + (_nibble_high(x),)

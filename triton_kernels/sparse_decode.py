@@ -152,7 +152,7 @@ def sparse_decode(
                 num_warps=2, launch_pdl=device.early,
             )  # fmt: skip
         for step in ("stats", "keys-by-stats") if reduction == "softmax_sum" else ("keys",):
-            stages = c.tip_stages if engine == "dot" else 1
+            stages = 1 if engine == "all" else c.tip_stages
             tip_kernel[(c.chunks, rows)](
                 query, factors, sums, source, meta, norm, m.tensor, bounds, hint,
                 keys, bins, window, stats,
@@ -161,7 +161,7 @@ def sparse_decode(
                 META=0 if meta is None else meta.shape[3], MASK_KIND=m.kind, PER_HEAD=m.per_head,
                 HAS_BOUNDS=bounds is not None, HAS_HINT=hint is not None, HAS_NORM=norm is not None,
                 SOFTCAP=softcap != 0.0, MAX=reduction == "max", PASS=step, ENGINE=engine, FP8=device.fp8,
-                BLOCK_W=block_w, BLOCK_T=c.block_t, CHUNKS=c.chunks, HOIST=c.hoist, EARLY=device.early,
+                BLOCK_W=block_w, BLOCK_T=c.block_t, CHUNKS=c.chunks, HOIST=c.hoist, STAGES=stages, EARLY=device.early,
                 num_warps=c.tip_warps, num_stages=stages, launch_pdl=device.early,
             )  # fmt: skip
         sizes = attend_sizes(q, k, v)
