@@ -214,28 +214,12 @@ def store_part(
 
 
 @triton.jit
-def fac_kernel(
-    q, k, v, mask, bounds, hint, keys, bins, window, kept, kept_count, out, part, sinks,
-    stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
-    stride_vb, stride_vh, stride_vt, stride_vd, stride_mb, stride_mh, stride_mt, stride_bounds,
-    L, n_fac, scale, softcap, room,
-    HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-    DV: tl.constexpr, DVP: tl.constexpr, WIDE: tl.constexpr,
-    MASK_KIND: tl.constexpr, PER_HEAD: tl.constexpr, HAS_BOUNDS: tl.constexpr, HAS_HINT: tl.constexpr,
-    HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
+def select_tokens(
+    hint, keys, bins, window, kept, kept_count, row, split, first, stop, base, share, n_fac,
+    MASK_KIND: tl.constexpr, HAS_HINT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Grid (SPLITS, B * HKV). ``kept [B * HKV, SPLITS, room]`` int32 receives the selected tokens of each program's part of
-    the context and ``kept_count [B * HKV, SPLITS]`` their number."""
-    wait_for_predecessor(EARLY)
-    split = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    b, h = row // HKV, row % HKV
-    first, stop = row_bounds(bounds, b, stride_bounds, L, HAS_BOUNDS)
-    base, share = deal(first, stop, SPLITS, 32)  # short runs: a stretch of good tokens is shared among programs
-    q1, q2 = load_query(q, b, h, stride_qb, stride_qh, stride_qd, G, GP, D, D1, D2, WIDE)
-    keys += row * L
-    kept += (row * SPLITS + split) * room
+    """Writes which tokens of a program's part of the context are kept, in order, to its ``kept``; returns how many. The first
+    program of a row also writes the next window's place to ``hint``."""
     # The first keys are on their way while the bins are read, and each next tile's while one is looked at.
     step = tl.arange(0, BLOCK_K // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]  # runs, side by side
     token = dealt_token(step, split, base, SPLITS, 32)
@@ -302,7 +286,40 @@ def fac_kernel(
         x = next_x
     tl.store(kept_count + row * SPLITS + split, mine)
     tl.debug_barrier()
+    return mine
 
+
+@triton.jit
+def fac_kernel(
+    q, k, v, mask, bounds, hint, keys, bins, window, kept, kept_count, out, part, sinks,
+    stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
+    stride_vb, stride_vh, stride_vt, stride_vd, stride_mb, stride_mh, stride_mt, stride_bounds,
+    L, n_fac, scale, softcap, room,
+    HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, WIDE: tl.constexpr,
+    MASK_KIND: tl.constexpr, PER_HEAD: tl.constexpr, HAS_BOUNDS: tl.constexpr, HAS_HINT: tl.constexpr,
+    HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, GIVEN: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Grid (SPLITS, B * HKV). ``kept [B * HKV, SPLITS, room]`` int32 receives the selected tokens of each program's part of
+    the context and ``kept_count [B * HKV, SPLITS]`` their number. GIVEN: they hold a selection already."""
+    wait_for_predecessor(EARLY)
+    split = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    b, h = row // HKV, row % HKV
+    first, stop = row_bounds(bounds, b, stride_bounds, L, HAS_BOUNDS)
+    base, share = deal(first, stop, SPLITS, 32)  # short runs: a stretch of good tokens is shared among programs
+    q1, q2 = load_query(q, b, h, stride_qb, stride_qh, stride_qd, G, GP, D, D1, D2, WIDE)
+    keys += row * L
+    kept += (row * SPLITS + split) * room
+    if GIVEN:
+        mine = tl.load(kept_count + row * SPLITS + split)
+    else:
+        mine = select_tokens(
+            hint, keys, bins, window, kept, kept_count, row, split, first, stop, base, share, n_fac,
+            MASK_KIND, HAS_HINT, SPLITS, BLOCK_K,
+        )  # fmt: skip
     m_i = tl.full((GP,), -float("inf"), tl.float32)
     l_i = tl.zeros((GP,), tl.float32)
     acc = tl.zeros((GP, DVP), tl.float32)

@@ -164,12 +164,13 @@ def tip_kernel(
     PASS: tl.constexpr,  # "keys", "stats" (log-sum-exp partials of each head), "keys-by-stats"
     ENGINE: tl.constexpr,  # "words" (four dims at a time), "dot" (tensor cores); "all" scores with K itself
     FP8: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, CHUNKS: tl.constexpr, HOIST: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr,
+    COUNT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (CHUNKS, B * HKV). ``source`` is the packed data and ``query, factors, sums`` are ``query_kernel``'s; when ENGINE is
     "all", they are k and q themselves and nothing. Writes ``keys [rows, L]`` and ``window [rows, 2]``, and adds to
     ``bins [rows, 2 * BINS]``: BINS counts of the keys in the window or above it, then the number of valid tokens (only with a
-    mask: else the bounds tell). HOIST: keep the rounded queries of all heads in registers."""
+    mask: else the bounds tell). HOIST: keep the rounded queries of all heads in registers. Without
+    COUNT nothing is added to the bins."""
     wait_for_predecessor(EARLY)
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -244,7 +245,8 @@ def tip_kernel(
     run_sum = tl.zeros((GP,), tl.float32)
     lane = tl.arange(0, BLOCK_T)
     seen = tl.zeros((BLOCK_T,), tl.int32)
-    for i0 in tl.range(0, share, BLOCK_T, num_stages=STAGES):
+    found = tl.zeros((BINS,), tl.int32)
+    for i0 in range(0, share, BLOCK_T):
         token = base + i0 * CHUNKS + chunk * BLOCK_T + lane
         inside = (token >= first) & (token < stop)
         counted = inside
@@ -387,8 +389,12 @@ def tip_kernel(
             forced = (token < first + n_sink) | (token >= stop - n_recent)
             key = tl.where(counted, tl.where(forced, float("inf"), key), -float("inf"))
             tl.store(keys + token, key, mask=inside)
-            bin = bin_of(key, origin, per_width)
-            tl.atomic_add(bins + tl.maximum(bin, 0.0).to(tl.int32), 1, mask=counted & (bin >= 0.0), sem="relaxed")
+            if COUNT == 2:
+                bin = bin_of(key, origin, per_width)
+                found += tl.histogram(tl.maximum(bin, 0.0).to(tl.int32), BINS, mask=counted & (bin >= 0.0))
+            elif COUNT == 1:
+                bin = bin_of(key, origin, per_width)
+                tl.atomic_add(bins + tl.maximum(bin, 0.0).to(tl.int32), 1, mask=counted & (bin >= 0.0), sem="relaxed")
             if MASK_KIND != 0:
                 seen += counted.to(tl.int32)
 
@@ -398,6 +404,8 @@ def tip_kernel(
         tl.store(stats + at, run_top)
         tl.store(stats + at + 1, run_sum)
     else:
+        if COUNT == 2:
+            tl.atomic_add(bins + tl.arange(0, BINS), found, mask=found > 0, sem="relaxed")
         if MASK_KIND != 0:
             tl.atomic_add(bins + BINS, tl.sum(seen, axis=0), sem="relaxed")
         if chunk == 0:

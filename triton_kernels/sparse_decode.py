@@ -17,6 +17,9 @@ from .query import query_kernel
 from .score import BINS, tip_kernel
 
 
+COUNT = 1
+
+
 @dataclass(frozen=True)
 class Configuration:
     """How a step is cut up. TIP: ``chunks`` programs a row, ``block_t`` tokens at a time. FAC: ``splits`` programs a row, which
@@ -77,11 +80,13 @@ def sparse_decode(
     reduction: str = "static",
     selection: list[tuple[Tensor, Tensor]] | None = None,
     config: Configuration | None = None,
+    given: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """``reference.sparse_decode`` as kernels; ``slots`` and ``hint`` as in ``ops``.
 
     ``selection``, a list, receives ``(kept, count)``, int32 ``[B * Hkv, splits, room]`` and ``[B * Hkv, splits]``: the tokens
-    attended to, for whoever checks them; ``config`` replaces ``configuration``'s choice for whoever measures it. ``data``, ``meta`` and ``hint``
+    attended to, for whoever checks them; ``config`` replaces ``configuration``'s choice for whoever measures it;
+    ``given``, a selection as ``selection`` received it, is attended to and none is made: what selecting costs is the difference. ``data``, ``meta`` and ``hint``
     must be contiguous. Raises ``ValueError`` as the reference does.
     """
     check_format(fmt)
@@ -124,8 +129,10 @@ def sparse_decode(
     window = scratch(rows, 2)
     stats = scratch(rows, c.chunks, GP, 2) if reduction == "softmax_sum" else None
     room = min(n_fac + n_fac // 8, 32 * -(-(-(-L // 32) + 1) // splits))
-    kept = scratch(rows, splits, room, dtype=torch.int32)
-    kept_count = scratch(rows, splits, dtype=torch.int32)
+    if given is None:
+        kept, kept_count = scratch(rows, splits, room, dtype=torch.int32), scratch(rows, splits, dtype=torch.int32)
+    else:
+        kept, kept_count = given
     if selection is not None:
         selection.append((kept, kept_count))
     part = scratch(rows, splits, G, DV + 2) if splits > 1 else None
@@ -152,16 +159,16 @@ def sparse_decode(
                 num_warps=2, launch_pdl=device.early,
             )  # fmt: skip
         for step in ("stats", "keys-by-stats") if reduction == "softmax_sum" else ("keys",):
-            stages = 1 if engine == "all" else c.tip_stages
+            stages = c.tip_stages if engine == "dot" else 1
             tip_kernel[(c.chunks, rows)](
                 query, factors, sums, source, meta, norm, m.tensor, bounds, hint,
                 keys, bins, window, stats,
                 *strides[:7], *strides[11:], L, scale, softcap, n_sink, n_recent,
                 HKV=Hkv, G=G, GP=GP, D=D, FMT=fmt, COLUMNS=1 if data is None else data.shape[3],
-                META=0 if meta is None else meta.shape[3], MASK_KIND=m.kind, PER_HEAD=m.per_head,
+                META=0 if meta is None else meta.shape[3], COUNT=COUNT, MASK_KIND=m.kind, PER_HEAD=m.per_head,
                 HAS_BOUNDS=bounds is not None, HAS_HINT=hint is not None, HAS_NORM=norm is not None,
                 SOFTCAP=softcap != 0.0, MAX=reduction == "max", PASS=step, ENGINE=engine, FP8=device.fp8,
-                BLOCK_W=block_w, BLOCK_T=c.block_t, CHUNKS=c.chunks, HOIST=c.hoist, STAGES=stages, EARLY=device.early,
+                BLOCK_W=block_w, BLOCK_T=c.block_t, CHUNKS=c.chunks, HOIST=c.hoist, EARLY=device.early,
                 num_warps=c.tip_warps, num_stages=stages, launch_pdl=device.early,
             )  # fmt: skip
         sizes = attend_sizes(q, k, v)
@@ -170,7 +177,7 @@ def sparse_decode(
             *strides, L, n_fac, scale, softcap, room, **sizes,
             MASK_KIND=m.kind, PER_HEAD=m.per_head, HAS_BOUNDS=bounds is not None, HAS_HINT=hint is not None,
             HAS_SINKS=sinks is not None, SOFTCAP=softcap != 0.0, SPLITS=splits, BLOCK_K=c.block_k,
-            BLOCK_N=c.block_n, EARLY=device.early, num_warps=c.fac_warps, num_stages=c.fac_stages, launch_pdl=device.early,
+            BLOCK_N=c.block_n, GIVEN=given is not None, EARLY=device.early, num_warps=c.fac_warps, num_stages=c.fac_stages, launch_pdl=device.early,
         )  # fmt: skip
         if splits > 1:
             merge(part, sinks, out, splits, sizes)
