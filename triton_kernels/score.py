@@ -169,8 +169,8 @@ def tip_kernel(
     """Grid (CHUNKS, B * HKV). ``source`` is the packed data and ``query, factors, sums`` are ``query_kernel``'s; when ENGINE is
     "all", they are k and q themselves and nothing. Writes ``keys [rows, L]`` and ``window [rows, 2]``, and adds to
     ``bins [rows, 2 * BINS]``: BINS counts of the keys in the window or above it, then the number of valid tokens (only with a
-    mask: else the bounds tell). HOIST: keep the rounded queries of all heads in registers. Without
-    COUNT nothing is added to the bins."""
+    mask: else the bounds tell). HOIST: keep the rounded queries of all heads in registers. COUNT: how
+    bins are added to, "each" key by itself, or a "tile" at a time, which a program with few tiles does faster; "no": not."""
     wait_for_predecessor(EARLY)
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -245,7 +245,7 @@ def tip_kernel(
     run_sum = tl.zeros((GP,), tl.float32)
     lane = tl.arange(0, BLOCK_T)
     seen = tl.zeros((BLOCK_T,), tl.int32)
-    found = tl.zeros((BINS,), tl.int32)
+    found = tl.zeros((BINS,), tl.int32)  # in each bin, where whole tiles are counted
     for i0 in range(0, share, BLOCK_T):
         token = base + i0 * CHUNKS + chunk * BLOCK_T + lane
         inside = (token >= first) & (token < stop)
@@ -389,10 +389,10 @@ def tip_kernel(
             forced = (token < first + n_sink) | (token >= stop - n_recent)
             key = tl.where(counted, tl.where(forced, float("inf"), key), -float("inf"))
             tl.store(keys + token, key, mask=inside)
-            if COUNT == 2:
+            if COUNT == "tile":
                 bin = bin_of(key, origin, per_width)
                 found += tl.histogram(tl.maximum(bin, 0.0).to(tl.int32), BINS, mask=counted & (bin >= 0.0))
-            elif COUNT == 1:
+            elif COUNT == "each":
                 bin = bin_of(key, origin, per_width)
                 tl.atomic_add(bins + tl.maximum(bin, 0.0).to(tl.int32), 1, mask=counted & (bin >= 0.0), sem="relaxed")
             if MASK_KIND != 0:
@@ -404,7 +404,7 @@ def tip_kernel(
         tl.store(stats + at, run_top)
         tl.store(stats + at + 1, run_sum)
     else:
-        if COUNT == 2:
+        if COUNT == "tile":
             tl.atomic_add(bins + tl.arange(0, BINS), found, mask=found > 0, sem="relaxed")
         if MASK_KIND != 0:
             tl.atomic_add(bins + BINS, tl.sum(seen, axis=0), sem="relaxed")

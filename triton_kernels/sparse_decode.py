@@ -17,19 +17,18 @@ from .query import query_kernel
 from .score import BINS, tip_kernel
 
 
-COUNT = 1
-
-
 @dataclass(frozen=True)
 class Configuration:
-    """How a step is cut up. TIP: ``chunks`` programs a row, ``block_t`` tokens at a time. FAC: ``splits`` programs a row, which
-    look at ``block_k`` keys and attend to ``block_n`` tokens at a time."""
+    """How a step is cut up. TIP: ``chunks`` programs a row, ``block_t`` tokens at a time, ``count`` as ``tip_kernel`` says, set
+    up early or not. FAC: ``splits`` programs a row, which look at ``block_k`` keys and attend to ``block_n`` tokens at a time."""
 
     chunks: int
     block_t: int
     tip_warps: int
-    hoist: bool
     tip_stages: int
+    hoist: bool
+    count: str
+    tip_early: bool
     splits: int
     block_k: int
     block_n: int
@@ -37,22 +36,34 @@ class Configuration:
     fac_stages: int
 
 
-def configuration(rows: int, L: int, n_fac: int, width: int, device: Device) -> Configuration:
+def configuration(rows: int, L: int, n_fac: int, width: int, engine: str, fmt: str, device: Device) -> Configuration:
     """A choice by shape alone: nothing is tuned at run time, so a first call costs compilation only. ``width``: bytes of K and
     V that a token and head have, as the dots take them.
 
-    Measured on an H100: TIP is fastest with as many programs as fit at once (registers allow 4 a multiprocessor when each
-    keeps the queries, 8 when it reads them again for every tile, which pays once there are tiles enough); so is FAC with 4.
+    Measured on an H100: TIP is fastest with the queries in registers, 4 programs a multiprocessor and two tiles' worth of
+    them in turn; so is FAC with 4. Keys of short scans are counted a tile at a time: single counts queue up at few addresses.
+    Programs of a kernel on tensor cores that take their places early take them unevenly, which long scans feel.
     """
-    block_t = 128
-    many = rows * L >= 2 * 8 * device.sms * block_t * 4
-    chunks = power_of_2(max(1, (8 if many else 4) * device.sms // rows + 1)) // 2
+    long = rows * L >= 1 << 19
+    block_t = 256 if long and (engine == "dot" or fmt == "fp8") else 128
+    chunks = power_of_2(max(1, (8 if rows * L >= 1 << 20 else 4) * device.sms // rows + 1)) // 2
     chunks = max(1, min(chunks, power_of_2(-(-L // block_t))))
     block_n = 16 if width > 2048 else 32 if rows > 16 or width > 1024 else 64
     splits = max(1, min(4 * device.sms // rows, -(-n_fac // 32), 64))
-    stages = 1 if width > 1024 else 3 if block_n == 32 else 2
-    block_k = max(128, min(2048, power_of_2(-(-L // splits))))
-    return Configuration(chunks, block_t, 4, not many, 3, splits, block_k, block_n, 4, stages)
+    return Configuration(
+        chunks=chunks,
+        block_t=block_t,
+        tip_warps=8 if engine == "dot" and long else 4,
+        tip_stages=3 if engine == "dot" else 1,
+        hoist=True,
+        count="tile" if engine == "words" and rows * L <= 1 << 19 else "each",
+        tip_early=engine != "dot" or not long,
+        splits=splits,
+        block_k=max(128, min(1024, power_of_2(-(-L // splits)))),
+        block_n=block_n,
+        fac_warps=4,
+        fac_stages=1 if width > 1024 else 3 if block_n == 32 else 2,
+    )
 
 
 def sparse_decode(
@@ -112,7 +123,8 @@ def sparse_decode(
 
     G, rows = Hq // Hkv, B * Hkv
     device = device_of(q)
-    c = config or configuration(rows, L, n_fac, token_width(q, k, v), device)
+    engine, GP, block_w = _engine(data, fmt, G, D, reduction, device)
+    c = config or configuration(rows, L, n_fac, token_width(q, k, v), engine, fmt, device)
     splits = c.splits
     if mask is not None and bounds is None:
         bounds = mask_bounds(mask, L)
@@ -121,7 +133,6 @@ def sparse_decode(
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
 
-    engine, GP, block_w = _engine(data, fmt, G, D, reduction, device)
     keys = scratch(rows, L)
     bins = scratch(rows, 2 * BINS.value, dtype=torch.int32)
     if data is None:  # else the query's kernel clears them
@@ -159,17 +170,16 @@ def sparse_decode(
                 num_warps=2, launch_pdl=device.early,
             )  # fmt: skip
         for step in ("stats", "keys-by-stats") if reduction == "softmax_sum" else ("keys",):
-            stages = c.tip_stages if engine == "dot" else 1
             tip_kernel[(c.chunks, rows)](
                 query, factors, sums, source, meta, norm, m.tensor, bounds, hint,
                 keys, bins, window, stats,
                 *strides[:7], *strides[11:], L, scale, softcap, n_sink, n_recent,
                 HKV=Hkv, G=G, GP=GP, D=D, FMT=fmt, COLUMNS=1 if data is None else data.shape[3],
-                META=0 if meta is None else meta.shape[3], COUNT=COUNT, MASK_KIND=m.kind, PER_HEAD=m.per_head,
+                META=0 if meta is None else meta.shape[3], COUNT="no" if given is not None else c.count, MASK_KIND=m.kind, PER_HEAD=m.per_head,
                 HAS_BOUNDS=bounds is not None, HAS_HINT=hint is not None, HAS_NORM=norm is not None,
                 SOFTCAP=softcap != 0.0, MAX=reduction == "max", PASS=step, ENGINE=engine, FP8=device.fp8,
                 BLOCK_W=block_w, BLOCK_T=c.block_t, CHUNKS=c.chunks, HOIST=c.hoist, EARLY=device.early,
-                num_warps=c.tip_warps, num_stages=stages, launch_pdl=device.early,
+                num_warps=c.tip_warps, num_stages=c.tip_stages, launch_pdl=device.early and c.tip_early,
             )  # fmt: skip
         sizes = attend_sizes(q, k, v)
         fac_kernel[(splits, rows)](
