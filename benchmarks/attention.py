@@ -24,11 +24,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from fasa_compile.triton_kernels import ops  # noqa: F401  (registers fasa::)
 from fasa_compile.triton_kernels.formats import bytes_per_token
 from fasa_compile.triton_kernels.ops import KERNEL_VERSION, sparse_decode_state
+from fasa_compile.triton_kernels.sparse_decode import sparse_decode
 
 HQ, HKV, D, N_FAC = 32, 8, 128, 1024
 SCALE = 1 / math.sqrt(D)
 #: name -> (format, dominant dims): a quarter of the FCs in fp8 and bf16, half of them in int4.
 CACHES = {"fp8 n_tip 16": ("fp8", 32), "int4 n_tip 32": ("int4", 64), "bf16 n_tip 16": ("bf16", 32)}
+BYTES_PER_US = 3.0e6  # what a copy reaches on an H100
 SHAPES = [(1, 8192), (1, 32768), (1, 131072), (8, 8192), (8, 32768), (32, 8192)]
 FASA = torch.ops.fasa
 
@@ -84,6 +86,34 @@ def sparse_calls(sets: list[Buffers], name: str, jump: bool = False) -> list[Cal
     ]  # fmt: skip
 
 
+def without_selecting(sets: list[Buffers], name: str) -> list[Callable[[], Tensor]]:
+    """The same steps over a selection that is given: no keys are counted and none chosen."""
+    fmt, W = CACHES[name]
+    zeros, ones = torch.zeros(HKV, W, device="cuda"), torch.ones(HKV, W, device="cuda")
+    norm = torch.zeros(HQ, device="cuda")
+
+    def call(s: Buffers, q: Tensor, **how: object) -> Tensor:
+        return sparse_decode(
+            q, s.k, s.v, *s.caches[name], s.dims[W], zeros, ones, norm, None, s.bounds, s.slots, s.hints[name],
+            scale=SCALE, n_fac=N_FAC, n_sink=4, n_recent=16, fmt=fmt, **how,
+        )  # type: ignore[arg-type]  # fmt: skip
+
+    calls = []
+    for turn in range(3):
+        for s in sets:
+            chosen: list[tuple[Tensor, Tensor]] = []
+            call(s, s.queries[turn], selection=chosen)
+            calls.append(lambda s=s, q=s.queries[turn], given=chosen[0]: call(s, q, given=given))
+    return calls
+
+
+def flex_calls(sets: list[Buffers]) -> list[Callable[[], Tensor]]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return [lambda s=s: compiled(s.queries[0], s.k, s.v, enable_gqa=True) for s in sets]
+
+
 def dense_calls(sets: list[Buffers]) -> list[Callable[[], Tensor]]:
     return [
         lambda s=s: FASA.dense_decode(
@@ -115,7 +145,16 @@ def static_cache_calls(sets: list[Buffers]) -> list[Callable[[], Tensor]]:
 
 def measure(B: int, L: int) -> dict[str, object]:
     sets = make_buffers(B, L)
-    row: dict[str, object] = {"batch": B, "context": L, "buffer sets": len(sets)}
+    row: dict[str, object] = {
+        "B": B,
+        "L": L,
+        "Hkv": HKV,
+        "G": HQ // HKV,
+        "d": D,
+        "buffer sets": len(sets),
+        "sparse": [],
+    }
+    sparse: list[dict[str, object]] = row["sparse"]  # type: ignore[assignment]
 
     def timed(name: str, calls: list[Callable[[], Tensor]]) -> None:
         try:
@@ -124,31 +163,65 @@ def measure(B: int, L: int) -> dict[str, object]:
             row[name] = f"does not run: {str(error).splitlines()[0][:80]}"
             torch.cuda.synchronize()
 
-    timed("SDPA flash", torch_calls(sets, SDPBackend.FLASH_ATTENTION))
-    timed("SDPA cuDNN", torch_calls(sets, SDPBackend.CUDNN_ATTENTION))
-    timed("dense kernel", dense_calls(sets))
+    timed("SDPA flash us", torch_calls(sets, SDPBackend.FLASH_ATTENTION))
+    timed("SDPA cuDNN us", torch_calls(sets, SDPBackend.CUDNN_ATTENTION))
+    timed("FlexAttention us", flex_calls(sets))
+    timed("dense kernel us", dense_calls(sets))
+    row["dense floor us"] = round(B * HKV * L * 4 * D / BYTES_PER_US, 1)
     if (B, L) == (1, 32768):
-        timed("HF static cache", static_cache_calls(sets))
-    if L > N_FAC:
-        for name, (fmt, W) in CACHES.items():
-            timed(name, sparse_calls(sets, name))
-            row[f"{name}, kernels"] = {
+        timed("HF static cache us", static_cache_calls(sets))
+    for name, (fmt, W) in CACHES.items():
+        us = graph_time(sparse_calls(sets, name))
+        case: dict[str, object] = {"fmt": fmt, "n_tip": W // 2, "n_fac": N_FAC, "us": round(us, 1)}
+        if L > N_FAC:
+            case["floor us"] = round(B * HKV * (L * bytes_per_token(W, fmt) + N_FAC * 4 * D) / BYTES_PER_US, 1)
+            case["with a given selection us"] = round(graph_time(without_selecting(sets, name)), 1)
+            case["every step searches us"] = round(graph_time(sparse_calls(sets, name, jump=True)), 1)
+            case["kernels us"] = {  # each alone, as the profiler sees it: in a graph they overlap
                 kernel: round(us, 1)
                 for kernel, us in kernel_times(sparse_calls(sets, name)).items()
-                if "_kernel" in kernel
+                if kernel in ("query_kernel", "tip_kernel", "fac_kernel", "merge_kernel")
             }
-            floor = B * HKV * (L * bytes_per_token(W, fmt) + N_FAC * 4 * D) / 3.0e6
-            row[f"{name}, floor at 3.0 TB/s"] = round(floor, 1)
-        timed("int4 n_tip 32, jump", sparse_calls(sets, "int4 n_tip 32", jump=True))
-    else:
-        timed("int4 n_tip 32", sparse_calls(sets, "int4 n_tip 32"))
+        sparse.append(case)
     return row
+
+
+def draw(record: dict[str, object], file: Path) -> None:
+    """Achieved times against the floor that the bytes set; needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 5))
+    series: dict[str, list[tuple[float, float]]] = {}
+    for row in record["rows"]:  # type: ignore[attr-defined]
+        for case in row["sparse"]:
+            if "floor us" in case:
+                name = f"sparse, {case['fmt']}, n_tip {case['n_tip']}"
+                series.setdefault(name, []).append((case["floor us"], case["us"]))
+        for name in ("SDPA flash us", "SDPA cuDNN us", "dense kernel us"):
+            if isinstance(row[name], float):
+                series.setdefault(name.removesuffix(" us"), []).append((row["dense floor us"], row[name]))
+    for name, points in series.items():
+        x, y = zip(*sorted(points), strict=True)
+        axes.plot(x, y, "o-" if name.startswith("sparse") else "s--", label=name, markersize=4, linewidth=1)
+    ends = (1, 500)
+    axes.plot(ends, ends, "k", linewidth=1, label="floor: bytes at 3.0 TB/s")
+    axes.set(xscale="log", yscale="log", xlabel="bytes at 3.0 TB/s (us)", ylabel="measured (us)", title=record["card"])
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3, which="both")
+    figure.savefig(file, bbox_inches="tight")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the record here (JSON)")
+    parser.add_argument("--draw", type=Path, help="draw the record into this file (SVG or PNG) and measure nothing")
     options = parser.parse_args()
+    if options.draw:
+        draw(json.loads(options.out.read_text()), options.draw)
+        return
     torch.manual_seed(0)
     geometry = {
         "query heads": HQ,

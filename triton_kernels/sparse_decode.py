@@ -36,9 +36,11 @@ class Configuration:
     fac_stages: int
 
 
-def configuration(rows: int, L: int, n_fac: int, width: int, engine: str, fmt: str, device: Device) -> Configuration:
+def configuration(
+    rows: int, L: int, n_fac: int, width: int, engine: str, fmt: str, query_words: int, device: Device
+) -> Configuration:
     """A choice by shape alone: nothing is tuned at run time, so a first call costs compilation only. ``width``: bytes of K and
-    V that a token and head have, as the dots take them.
+    V that a token and head have, as the dots take them; ``query_words``: what a thread would keep of the group's queries.
 
     Measured on an H100: TIP is fastest with the queries in registers, 4 programs a multiprocessor and two tiles' worth of
     them in turn; so is FAC with 4. Keys of short scans are counted a tile at a time: single counts queue up at few addresses.
@@ -55,7 +57,7 @@ def configuration(rows: int, L: int, n_fac: int, width: int, engine: str, fmt: s
         block_t=block_t,
         tip_warps=8 if engine == "dot" and long else 4,
         tip_stages=3 if engine == "dot" else 1,
-        hoist=True,
+        hoist=query_words <= 64 or rows * L < 1 << 20,
         count="tile" if engine == "words" and rows * L <= 1 << 19 else "each",
         tip_early=engine != "dot" or not long,
         splits=splits,
@@ -124,7 +126,7 @@ def sparse_decode(
     G, rows = Hq // Hkv, B * Hkv
     device = device_of(q)
     engine, GP, block_w = _engine(data, fmt, G, D, reduction, device)
-    c = config or configuration(rows, L, n_fac, token_width(q, k, v), engine, fmt, device)
+    c = config or configuration(rows, L, n_fac, token_width(q, k, v), engine, fmt, GP * block_w // 2, device)
     splits = c.splits
     if mask is not None and bounds is None:
         bounds = mask_bounds(mask, L)
