@@ -19,8 +19,8 @@ from .score import BINS, tip_kernel
 
 @dataclass(frozen=True)
 class Configuration:
-    """How a step is cut up. TIP: ``chunks`` programs a row, ``block_t`` tokens at a time, ``count`` as ``tip_kernel`` says, set
-    up early or not. FAC: ``splits`` programs a row, which look at ``block_k`` keys and attend to ``block_n`` tokens at a time."""
+    """How a step is cut up. TIP: ``chunks`` programs a row, ``block_t`` tokens at a time, ``count`` as ``tip_kernel``
+    says. FAC: ``splits`` programs a row, which look at ``block_k`` keys and attend to ``block_n`` tokens at a time."""
 
     chunks: int
     block_t: int
@@ -28,7 +28,6 @@ class Configuration:
     tip_stages: int
     hoist: bool
     count: str
-    tip_early: bool
     splits: int
     block_k: int
     block_n: int
@@ -42,13 +41,13 @@ def configuration(
     """A choice by shape alone: nothing is tuned at run time, so a first call costs compilation only. ``width``: bytes of K and
     V that a token and head have, as the dots take them; ``query_words``: what a thread would keep of the group's queries.
 
-    Measured on an H100: TIP is fastest with the queries in registers, 4 programs a multiprocessor and two tiles' worth of
-    them in turn; so is FAC with 4. Keys of short scans are counted a tile at a time: single counts queue up at few addresses.
-    Programs of a kernel on tensor cores that take their places early take them unevenly, which long scans feel.
+    Measured on an H100: TIP is fastest with the queries in registers, 4 programs a multiprocessor, or 8 that
+    read them again for every tile where they are too many; FAC with 4. Keys of short scans are counted a tile at a time: single counts queue up at few addresses.
     """
     long = rows * L >= 1 << 19
     block_t = 256 if long and (engine == "dot" or fmt == "fp8") else 128
-    chunks = power_of_2(max(1, (8 if rows * L >= 1 << 20 else 4) * device.sms // rows + 1)) // 2
+    hoist = query_words <= 64 or rows * L < 1 << 20
+    chunks = power_of_2(max(1, (4 if hoist else 8) * device.sms // rows + 1)) // 2
     chunks = max(1, min(chunks, power_of_2(-(-L // block_t))))
     block_n = 16 if width > 2048 else 32 if rows > 16 or width > 1024 else 64
     splits = max(1, min(4 * device.sms // rows, -(-n_fac // 32), 64))
@@ -57,9 +56,8 @@ def configuration(
         block_t=block_t,
         tip_warps=8 if engine == "dot" and long else 4,
         tip_stages=3 if engine == "dot" else 1,
-        hoist=query_words <= 64 or rows * L < 1 << 20,
+        hoist=hoist,
         count="tile" if engine == "words" and rows * L <= 1 << 19 else "each",
-        tip_early=engine != "dot" or not long,
         splits=splits,
         block_k=max(128, min(1024, power_of_2(-(-L // splits)))),
         block_n=block_n,
@@ -181,7 +179,7 @@ def sparse_decode(
                 HAS_BOUNDS=bounds is not None, HAS_HINT=hint is not None, HAS_NORM=norm is not None,
                 SOFTCAP=softcap != 0.0, MAX=reduction == "max", PASS=step, ENGINE=engine, FP8=device.fp8,
                 BLOCK_W=block_w, BLOCK_T=c.block_t, CHUNKS=c.chunks, HOIST=c.hoist, EARLY=device.early,
-                num_warps=c.tip_warps, num_stages=c.tip_stages, launch_pdl=device.early and c.tip_early,
+                num_warps=c.tip_warps, num_stages=c.tip_stages, launch_pdl=device.early,
             )  # fmt: skip
         sizes = attend_sizes(q, k, v)
         fac_kernel[(splits, rows)](

@@ -127,6 +127,19 @@ def test_equal_keys_are_told_apart_by_index() -> None:
 
 
 @interpreted
+def test_a_given_selection_is_attended_to() -> None:
+    from fasa_compile.triton_kernels import sparse_decode
+
+    case = make_case("int8", mask="bool")
+    chosen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    args = (case.q, case.k, case.v, *case.cache, case.norm, case.mask)
+    expected = sparse_decode.sparse_decode(*args, selection=chosen, **case.how)
+    assert torch.equal(sparse_decode.sparse_decode(*args, given=chosen[0], **case.how), expected)
+    chosen[0][1].zero_()  # and nothing else: with no token kept, the sum is empty
+    assert not sparse_decode.sparse_decode(*args, given=chosen[0], **case.how).any()
+
+
+@interpreted
 def test_rows_are_refreshed_before_they_are_scored() -> None:
     for fmt in ("int4", "fp8"):
         case = make_case(fmt)
