@@ -143,7 +143,7 @@ def static_cache_calls(sets: list[Buffers]) -> list[Callable[[], Tensor]]:
     return [lambda s=s: call(s) for s in sets]
 
 
-def measure(B: int, L: int) -> dict[str, object]:
+def measure(B: int, L: int, flex: bool) -> dict[str, object]:
     sets = make_buffers(B, L)
     row: dict[str, object] = {
         "B": B,
@@ -165,7 +165,8 @@ def measure(B: int, L: int) -> dict[str, object]:
 
     timed("SDPA flash us", torch_calls(sets, SDPBackend.FLASH_ATTENTION))
     timed("SDPA cuDNN us", torch_calls(sets, SDPBackend.CUDNN_ATTENTION))
-    timed("FlexAttention us", flex_calls(sets))
+    if flex:
+        timed("FlexAttention us", flex_calls(sets))
     timed("dense kernel us", dense_calls(sets))
     row["dense floor us"] = round(B * HKV * L * 4 * D / BYTES_PER_US, 1)
     if (B, L) == (1, 32768):
@@ -217,6 +218,7 @@ def draw(record: dict[str, object], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the record here (JSON)")
+    parser.add_argument("--flex", action="store_true", help="FlexAttention too, compiled for every shape")
     parser.add_argument("--draw", type=Path, help="draw the record into this file (SVG or PNG) and measure nothing")
     options = parser.parse_args()
     if options.draw:
@@ -233,7 +235,7 @@ def main() -> None:
     }
     record = {**environment(), **geometry, "rows": []}
     for B, L in [*SHAPES, (1, N_FAC), (8, N_FAC)]:
-        row = measure(B, L)
+        row = measure(B, L, options.flex)
         record["rows"].append(row)  # type: ignore[attr-defined]
         print(json.dumps(row), flush=True)
         torch.cuda.empty_cache()
