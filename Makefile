@@ -94,6 +94,7 @@ $(VENV)-zoo/zoo.stamp: $(VENV)/dev.stamp tests/zoo/libraries.txt
 .PHONY: zoo
 zoo: $(VENV)-zoo/zoo.stamp ## every causal-LM architecture of transformers, and three model libraries from PyPI (minutes)
 	@$(VENV)-zoo/bin/python -m pytest -q tests/zoo $(PYTEST_ARGS)
+	@mkdir -p docs build
 	@$(BIN)/python tests/zoo/run_zoo.py --jobs $(WORKERS) --out build/zoo.json --table docs/coverage.md $(ZOO_ARGS)
 
 # Installs nothing: it runs with the interpreter that has a CUDA torch and pytest, on this checkout.
