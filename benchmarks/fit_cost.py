@@ -29,18 +29,24 @@ SMS = {"NVIDIA H100 80GB HBM3": 132}
 def samples(record: dict[str, Any]) -> list[tuple[str, cost.Shape, float]]:
     """(kind, shape, microseconds) of each measured time; kind is "dense" or a format's name."""
     found = []
-    G = record["query heads"] // record["kv heads"]
+    G, d, n_fac = record["query heads"] // record["kv heads"], record["head_dim"], record["n_fac"]
+
+    def add(kind: str, B: int, L: int, n_tip: int, us: Any) -> None:
+        w, fc = (2 * n_tip, bytes_per_token(2 * n_tip, kind)) if n_tip else (0, 1)
+        # Within the budget the sparse operator is the dense kernel.
+        if isinstance(us, int | float) and (not n_tip or n_fac < L):
+            found.append((kind, cost.Shape(B, L, record["kv heads"], G, d, d, 2, n_fac, w, fc), float(us)))
+
     for row in record["rows"]:
-        for name, us in row.items():
+        if "sparse" in row:
+            add("dense", row["B"], row["L"], 0, row["dense kernel us"])
+            for case in row["sparse"]:
+                add(case["fmt"], row["B"], row["L"], case["n_tip"], case["us"])
+            continue
+        for name, us in row.items():  # records made before formats had fields of their own
             form = re.fullmatch(r"(fp8|int8|int4|bf16|fp16) n_tip (\d+)", name)
-            if not isinstance(us, int | float) or not (form or name == "dense kernel"):
-                continue
-            if form and row["context"] <= record["n_fac"]:
-                continue  # the sparse operator is the dense kernel there
-            w, fc = (2 * int(form[2]), bytes_per_token(2 * int(form[2]), form[1])) if form else (0, 1)
-            d = record["head_dim"]
-            shape = cost.Shape(row["batch"], row["context"], record["kv heads"], G, d, d, 2, record["n_fac"], w, fc)
-            found.append((form[1] if form else "dense", shape, float(us)))
+            if form or name == "dense kernel":
+                add(form[1] if form else "dense", row["batch"], row["context"], int(form[2]) if form else 0, us)
     return found
 
 
