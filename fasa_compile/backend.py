@@ -9,7 +9,7 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import Any, Literal
@@ -63,6 +63,7 @@ def _inner_compiler(inner: Inner, mode: str | None, options: dict[str, Any] | No
 
         return inductor
     given = {name: value for name, value in (("mode", mode), ("options", options)) if value}
+    takes: Mapping[str, inspect.Parameter]
     try:
         takes = inspect.signature(inner).parameters
     except ValueError:  # a callable without a signature that Python can tell

@@ -314,7 +314,9 @@ class _Recorder(fx.Interpreter):
                 value = self.env.get(argument)
                 if isinstance(value, FunctionalTensor):
                     for alias in self._aliases.get(_storage(value), ()):
-                        self._note(alias.name, result if alias is n else self.env[alias], point)
+                        current = result if alias is n else self.env[alias]
+                        assert isinstance(current, FunctionalTensor)  # only those have aliases
+                        self._note(alias.name, current, point)
         node = self._tail()
         while node is not self._last and node.op != "root":
             self.origin.setdefault(node, n.name)

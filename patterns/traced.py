@@ -74,13 +74,13 @@ def traced(shadow: Shadow, at: fx.Node, function: Callable[..., torch.Tensor], i
 
 
 def _constant(shadow: Shadow, value: torch.Tensor, device: torch.device) -> fx.Node:
-    value = getattr(value, "constant", None) if isinstance(value, torch._subclasses.FakeTensor) else value
-    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+    known = value.constant if isinstance(value, torch._subclasses.FakeTensor) else value
+    if known is None or known.numel() != 1:
         raise Unreadable("a mask holds a constant tensor that cannot be written into the graph")
-    how = {"dtype": value.dtype, "device": device}
+    how: dict[str, Any] = {"dtype": known.dtype, "device": device}
     with _disable_current_modes():
-        number = value.item()
-    node = shadow.gm.graph.call_function(aten.full.default, (list(value.shape), number), how)
+        number = known.item()
+    node = shadow.gm.graph.call_function(aten.full.default, (list(known.shape), number), how)
     with shadow.fake_mode:
-        node.meta.update(val=torch.full(tuple(value.shape), number, **how), fasa_made=True)  # type: ignore[arg-type]
+        node.meta.update(val=torch.full(tuple(known.shape), number, **how), fasa_made=True)
     return node
