@@ -94,11 +94,14 @@ def fake_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Fake
         if isinstance(example, torch.Tensor) and not isinstance(example, FakeTensor):
             symbolic = context.tensor_to_context.get(example) if context is not None else None
             source = getattr(node.meta.get("grapharg"), "source", None)
-            fakes.append(
-                mode.from_tensor(
-                    example, static_shapes=True if symbolic is None else None, symbolic_context=symbolic, source=source
-                )
+            fake = mode.from_tensor(
+                example, static_shapes=True if symbolic is None else None, symbolic_context=symbolic, source=source
             )
+            # A Python number that Dynamo made an input is read by item(): it must be Dynamo's symbol, which guards can name.
+            number = getattr(node.meta.get("example_value"), "item_memo", None) if example.dim() == 0 else None
+            if number is not None and number.node.shape_env is mode.shape_env:
+                fake.item_memo = number
+            fakes.append(fake)
         else:
             fakes.append(example)
     return mode, fakes

@@ -200,3 +200,24 @@ print("done")
         [sys.executable, "-W", "ignore", "-c", code], cwd=helpers, capture_output=True, text=True, timeout=300
     )
     assert done.stdout.strip().endswith("done"), done.stderr[-2000:]
+
+
+def test_a_number_that_dynamo_made_an_input_keeps_its_symbol():
+    """With ``dynamic=True`` a float of a module is an input, read by item(); what tracing learns of it must be a guard that Dynamo can name."""
+
+    class Normed(torch.nn.Module):
+        p = 2.0
+
+        def forward(self, x):
+            return x.softmax(-1) / torch.norm(x, p=self.p, dim=-1, keepdim=True)
+
+    def backend(gm, example_inputs):
+        capture(gm, example_inputs)
+        return gm.forward
+
+    model, x = Normed(), torch.randn(3, 4)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+    for p in (2.0, 3.0):
+        model.p = p
+        assert torch.allclose(compiled(x), model(x))
