@@ -109,9 +109,9 @@ def lost_mass(watched: _Watched, k: Tensor, data: Tensor, meta: Tensor, head: in
         reduction=watched.decision.reduction,
     )  # [B, 1, L]
     chosen = torch.zeros_like(key, dtype=torch.bool).scatter_(-1, key.topk(min(budget.n_fac, L), dim=-1).indices, True)
-    scores = site.scale * (q.float()[:, :, 0] @ k[:, 0].float().transpose(1, 2))  # [B, G, L]
-    if site.softcap:
-        scores = site.softcap * torch.tanh(scores / site.softcap)
+    scores = reference.capped(
+        site.scale * (q.float()[:, :, 0] @ k[:, 0].float().transpose(1, 2)), site.softcap
+    )  # [B, G, L]
     scores = scores.masked_fill(key == -torch.inf, -torch.inf)
     kept = scores.softmax(-1).masked_fill(~chosen, 0.0).sum(-1)
     return (1.0 - kept).nan_to_num(0.0).mean()

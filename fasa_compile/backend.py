@@ -31,7 +31,7 @@ from fasa_compile.profiles.schema import FCProfile
 from fasa_compile.report import GraphRecord, Report, why
 from fasa_compile.rewrite import NotExpressible, Rewritten, rewrite
 from fasa_compile.runtime import Runtime, counted
-from fasa_compile.sites import AttentionSite, NoMatch
+from fasa_compile.sites import AttentionSite, NoMatch, below
 
 log = logging.getLogger("fasa_compile")
 
@@ -84,7 +84,7 @@ def _example(node: Any) -> Any:
 
 
 # Beside the operators that readers are registered for.
-_ATTENTION_NAMES = ("scaled_dot_product_attention", "softmax", "flex_attention", "flash_attn", "attention")
+_ATTENTION_NAMES = ("attention", "flash_attn", "softmax")
 
 
 def _attention_nodes(gm: fx.GraphModule) -> list[fx.Node]:
@@ -247,7 +247,7 @@ class FasaBackend:
         for outer, path in enclosing_modules(root):
             if all(layer.layer.startswith(f"{path}.") for layer in profile.layers):
                 pin_root_module(root)
-                return [replace(site, layer=f"{path}.{site.layer}") if site.layer else site for site in sites], outer
+                return below(path, sites), outer
         return sites, root
 
     def _check_model(self, sites: Sequence[AttentionSite], root: torch.nn.Module | None) -> str:
@@ -417,21 +417,7 @@ def fasa(
     ``options`` takes the keyword arguments of ``fasa_backend``; whatever else it holds goes to the inner compiler.
     """
     given = dict(options or {})
-    mine = {
-        name: given.pop(name)
-        for name in (
-            "profile",
-            "n_fac",
-            "n_sink",
-            "n_recent",
-            "dense_below",
-            "inner",
-            "strict",
-            "check_weights",
-            "audit",
-        )
-        if name in given
-    }
+    mine = {name: given.pop(name) for name in inspect.signature(fasa_backend).parameters if name in given}
     if "profile" not in mine:
         raise TypeError('backend="fasa" needs options={"profile": <path or name of a profile, "all" or None>}')
     profile = mine.pop("profile")

@@ -6,7 +6,6 @@ import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from fasa_compile.fingerprint import data_fingerprint, weights_fingerprint
 from fasa_compile.match import match
 from fasa_compile.profiles.schema import Budget, FCProfile, LayerProfile, ModelFacts
 from fasa_compile.rewrite import Emitter, copy_graph
-from fasa_compile.sites import AttentionSite, NoMatch
+from fasa_compile.sites import AttentionSite, NoMatch, below
 
 
 class _Observer:
@@ -57,7 +56,7 @@ class _Observer:
         if root is None or not path:
             return sites
         pin_root_module(root)
-        return [replace(site, layer=f"{path}.{site.layer}") if site.layer else site for site in sites]
+        return below(path, sites)
 
     def record(self, site: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None) -> None:
         if site.layer not in self.stats:

@@ -59,9 +59,17 @@ class Decision:
     budget: Budget | None = None
     fc_format: FCFormat = "fp32"
     reduction: str = "softmax_sum"
-    dense_bytes: int = 0  # of K and V read per decode step at full cache, dense
-    sparse_bytes: int = 0  # the same, as decided: sparse, the packed FC cache and the selected K and V rows
     cost: Cost | None = None  # of a decode site: bytes, memory, and on a GPU expected times and the break-even length
+
+    @property
+    def dense_bytes(self) -> int:
+        """Of K and V read per decode step at full cache, dense; 0 where it is no decode site."""
+        return 0 if self.cost is None else self.cost.dense_bytes
+
+    @property
+    def sparse_bytes(self) -> int:
+        """The same, as decided: sparse, the packed FC cache and the selected K and V rows."""
+        return self.cost.sparse_bytes if self.cost is not None and self.action == "sparse" else self.dense_bytes
 
 
 @dataclass(frozen=True)
@@ -227,8 +235,6 @@ def _decide(site: AttentionSite | NoMatch, policy: Policy, *, grad: bool, autoca
         budget=budget,
         fc_format=fmt,
         reduction=reduction,
-        dense_bytes=cost.dense_bytes,
-        sparse_bytes=cost.sparse_bytes,
         cost=cost,
     )
     if policy.profile is None:
@@ -265,16 +271,7 @@ def _exact(decision: Decision, reason: str, detail: str = "", *, always: bool = 
 
 
 def _dense(decision: Decision, reason: str, detail: str = "") -> Decision:
-    return Decision(
-        decision.site,
-        "dense",
-        reason,
-        detail,
-        budget=decision.budget,
-        dense_bytes=decision.dense_bytes,
-        sparse_bytes=decision.dense_bytes,
-        cost=decision.cost,
-    )
+    return Decision(decision.site, "dense", reason, detail, budget=decision.budget, cost=decision.cost)
 
 
 def demote(plan: Plan, index: int, reason: str, detail: str) -> Plan:

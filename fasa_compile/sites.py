@@ -11,7 +11,8 @@ Dimension letters, used throughout the package:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import fx
@@ -130,6 +131,11 @@ class NoMatch:
     reason: str
     detail: str = ""
     trace: tuple[str, ...] = field(default=())  # the best partial match: one line per step of the walk
+
+
+def below(path: str, sites: Sequence[AttentionSite | NoMatch]) -> list[AttentionSite | NoMatch]:
+    """The sites with their layers named from a module that holds the traced one at ``path``; a site without a name has none."""
+    return [replace(site, layer=f"{path}.{site.layer}") if site.layer else site for site in sites]
 
 
 #: Reasons an attention is left as it was. Keys are stable (tests, stats and explain() use them); values are for people.

@@ -134,6 +134,19 @@ def mask_of(mask: Any, q: tuple[int, ...], k: tuple[int, ...]) -> tuple[Expr | N
     return Expr(mask), "bool" if graph.tensor(mask).dtype == torch.bool else "additive"
 
 
+def first_result(node: fx.Node) -> fx.Node:
+    """The attention's result among several; raises ``Refused`` where another one (a log-sum-exp) is used."""
+    wanted: fx.Node | None = None
+    for user in node.users:
+        if graph.name(user) != "getitem" or (graph.args(user)[1] != 0 and user.users):
+            raise Refused("unknown-attention", f"{user.name} reads more of {node.name} than the attention's result")
+        if graph.args(user)[1] == 0:
+            wanted = user
+    if wanted is None:
+        raise Refused("unknown-attention", f"the result of {node.name} is not used")
+    return wanted
+
+
 def anchors_at(node: fx.Node) -> list[tuple[str, Anchor]]:
     """The anchors registered for a node's operator, first registered first."""
     kind = graph.name(node)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fasa_compile.patterns import graph
-from fasa_compile.patterns.attention import Found, Refused, register
-from fasa_compile.patterns.flex import first_result
+from fasa_compile.patterns.attention import Found, Refused, first_result, register
 from fasa_compile.patterns.tables import Tables
 from fasa_compile.patterns.traced import traced
 from fasa_compile.sites import Expr
@@ -37,15 +36,18 @@ _REFUSED = {
     "k_descale": "quantised keys",
     "v_descale": "quantised values",
 }
-_NAMES = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "_flash_attn_forward")
-_SPACES = ("*flash_attn*.fwd", "*flash_attn*.varlen_fwd", "*flash_attn*.fwd_kvcache")
 
 
 @register(
     "flash-attn",
-    *(f"*.{name}" for name in _NAMES),
+    "*.flash_attn_func",
+    "*.flash_attn_varlen_func",
+    "*.flash_attn_with_kvcache",
+    "*._flash_attn_forward",
     "*._flash_attn_varlen_forward",
-    *_SPACES,
+    "*flash_attn*.fwd",
+    "*flash_attn*.varlen_fwd",
+    "*flash_attn*.fwd_kvcache",
 )
 def flash_attn(node: fx.Node, tables: Tables) -> Found | None:
     """``flash_attn_func(q, k, v)``, ``flash_attn_varlen_func`` of one sequence, ``flash_attn_with_kvcache`` of a written cache."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from fasa_compile.patterns import graph
-from fasa_compile.patterns.attention import Found, Refused, register
+from fasa_compile.patterns.attention import Found, Refused, first_result, register
 from fasa_compile.patterns.tables import Tables
 from fasa_compile.patterns.traced import over_indices, traced
 from fasa_compile.sites import Expr
@@ -55,19 +55,6 @@ def flex_attention(node: fx.Node, tables: Tables) -> Found | None:
         softcap=score.softcap,
         repeat=qs[1] // ks[1],
     )
-
-
-def first_result(node: fx.Node) -> fx.Node:
-    """The attention's result among several; raises ``Refused`` where another one (a log-sum-exp) is used."""
-    wanted: fx.Node | None = None
-    for user in node.users:
-        if graph.name(user) != "getitem" or (graph.args(user)[1] != 0 and user.users):
-            raise Refused("unknown-attention", f"{user.name} reads more of {node.name} than the attention's result")
-        if graph.args(user)[1] == 0:
-            wanted = user
-    if wanted is None:
-        raise Refused("unknown-attention", f"the result of {node.name} is not used")
-    return wanted
 
 
 def _module(tables: Tables, node: Any) -> fx.GraphModule:

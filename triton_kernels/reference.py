@@ -149,7 +149,8 @@ def _per_head_mask(
     return allowed & inside[:, None, None, :], bias, bounds
 
 
-def _softcap(s: Tensor, softcap: float) -> Tensor:
+def capped(s: Tensor, softcap: float) -> Tensor:
+    """Scores under a soft cap, ``softcap * tanh(s / softcap)``; 0 is none."""
     return softcap * torch.tanh(s / softcap) if softcap else s
 
 
@@ -272,7 +273,7 @@ def _keys(
     else:
         assert meta is not None and dims is not None and spread is not None
         s = _tip_scores(qg, data, meta, dims, spread, scale, fmt)
-    s = _softcap(s, softcap)
+    s = capped(s, softcap)
     if bias is not None:
         s = s + bias
     key = _group_key(s, allowed, norm, reduction, B, Hkv, G, L)
@@ -384,7 +385,7 @@ def _attend(
 ) -> Tensor:
     """Softmax attention in fp32 over ``k, v [B, Hkv, N, *]``; ``allowed`` and ``bias`` broadcast to ``[B, Hkv, G, N]``."""
     B, Hkv, G, _ = qg.shape
-    s = _softcap(scale * _matmul(qg, k), softcap)
+    s = capped(scale * _matmul(qg, k), softcap)
     if bias is not None:
         s = s + bias
     s = torch.where(allowed, s, -torch.inf)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fasa_compile import fasa_backend
+from fasa_compile.backend import FasaBackend
 from fasa_compile.profiles import Budget, FCProfile, LayerProfile, ModelFacts, RopeFacts
 
 SHARPEN = 6.0
@@ -86,6 +88,17 @@ def half_split(R: int, first: int = 0) -> tuple[tuple[int, int], ...]:
 def llama_profile(layers: int = 3, n_tip: int = 8, fc_format: str = "fp32", **budget: int) -> FCProfile:
     rows = [(f"model.layers.{i}.self_attn", 8, 2, 32, half_split(32)) for i in range(layers)]
     return profile_of(rows, n_tip, fc_format, **budget)
+
+
+def backend(profile: Any = "all", **how: Any) -> FasaBackend:
+    """A strict backend on Dynamo's graph as it is; random profiles know no weights."""
+    return fasa_backend(profile, **({"inner": "eager", "strict": True, "check_weights": False} | how))
+
+
+def compiled(model: Any, profile: Any = "all", **how: Any) -> Any:
+    """``model`` under a fresh ``torch.compile`` with ``backend(profile, **how)``."""
+    torch._dynamo.reset()
+    return torch.compile(model, backend=backend(profile, **how))
 
 
 def cache_for(model: Any, kind: str, length: int = 128) -> Any:

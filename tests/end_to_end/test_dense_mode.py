@@ -12,6 +12,7 @@ from models import (
     Custom,
     Interleaved,
     PartialHalfSplit,
+    backend,
     cache_for,
     decode,
     decode_custom,
@@ -31,7 +32,7 @@ IDS = torch.randint(0, 512, (2, 60), generator=torch.Generator().manual_seed(3))
 
 def compiled(model, profile=None, **how):
     torch._dynamo.reset()
-    made = fasa_backend(profile, **({"inner": "eager", "strict": True, "check_weights": False} | how))
+    made = backend(profile, **how)
     return made, torch.compile(model, backend=made)
 
 

@@ -9,6 +9,7 @@ from models import (
     Interleaved,
     PartialHalfSplit,
     cache_for,
+    compiled,
     decode,
     decode_custom,
     difference,
@@ -20,16 +21,8 @@ from models import (
 )
 
 import fasa_compile
-from fasa_compile import fasa_backend
 
 IDS = torch.randint(0, 512, (2, 60), generator=torch.Generator().manual_seed(3))
-
-
-def compiled(model, profile, **how):
-    torch._dynamo.reset()
-    return torch.compile(
-        model, backend=fasa_backend(profile, check_weights=False, **({"inner": "eager", "strict": True} | how))
-    )
 
 
 def custom_profile(attention: type, n_tip: int = 3, **budget: int):

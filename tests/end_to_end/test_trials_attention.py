@@ -9,7 +9,9 @@ import pytest
 import torch
 from models import (
     SHARPEN,
+    backend,
     cache_for,
+    compiled,
     decode,
     difference,
     eager_fasa,
@@ -27,15 +29,6 @@ from fasa_compile.profiles import Budget
 
 IDS = torch.randint(0, 128, (1, 130), generator=torch.Generator().manual_seed(11))
 SMALL = {"n_fac": 12, "n_sink": 1, "n_recent": 2}
-
-
-def backend(profile="all", **how):
-    return fasa_backend(profile, **({"inner": "eager", "strict": True, "check_weights": False} | how))
-
-
-def compiled(model, profile="all", **how):
-    torch._dynamo.reset()
-    return torch.compile(model, backend=backend(profile, **how))
 
 
 def tiny(model_type: str, layers: int = 2, **changes: Any) -> Any:

@@ -8,7 +8,9 @@ import pytest
 import torch
 from models import (
     SHARPEN,
+    backend,
     cache_for,
+    compiled,
     decode,
     difference,
     eager_fasa,
@@ -21,19 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fasa_compile
-from fasa_compile import fasa_backend
 
 IDS = torch.randint(0, 512, (4, 130), generator=torch.Generator().manual_seed(11))
 SMALL = {"n_fac": 12, "n_sink": 1, "n_recent": 2}
-
-
-def backend(profile="all", **how):
-    return fasa_backend(profile, **({"inner": "eager", "strict": True, "check_weights": False} | how))
-
-
-def compiled(model, profile="all", **how):
-    torch._dynamo.reset()
-    return torch.compile(model, backend=backend(profile, **how))
 
 
 def test_a_compiled_model_is_not_tied_to_its_first_prompt():  # trial B1
@@ -103,20 +95,29 @@ class Cell(nn.Module):
         turned = wide * cos + torch.cat([-b, a], -1) * sin
         return turned.to(x.dtype) if self.rounded else turned
 
-    def forward(self, x: Tensor, pos: Tensor) -> Tensor:
+    def project(self, x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         B, T, _ = x.shape
         q, k, v = (
             p(x).view(B, T, n, self.D).transpose(1, 2)
             for p, n in ((self.q, self.H), (self.k, self.HKV), (self.v, self.HKV))
         )
-        q, k = self.rotate(q, pos), self.rotate(k, pos)
+        return self.rotate(q, pos), self.rotate(k, pos), v
+
+    def stored(self, k: Tensor, v: Tensor, pos: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Writes the new rows; the whole caches as the attention reads them."""
         self.keys.index_copy_(2, pos, k.to(self.keys.dtype))
         self.values.index_copy_(2, pos, v.to(self.values.dtype))
+        return self.keys.to(dtype), self.values.to(dtype)
+
+    def output(self, y: Tensor, x: Tensor) -> Tensor:
+        return self.o(y.transpose(1, 2).reshape(*x.shape[:2], -1).to(x.dtype))
+
+    def forward(self, x: Tensor, pos: Tensor) -> Tensor:
+        q, k, v = self.project(x, pos)
+        keys, values = self.stored(k, v, pos, q.dtype)
         seen = torch.arange(self.keys.shape[2], device=x.device) <= pos[:, None]
-        y = F.scaled_dot_product_attention(
-            q, self.keys.to(q.dtype), self.values.to(q.dtype), attn_mask=seen[None, None], enable_gqa=True
-        )
-        return self.o(y.transpose(1, 2).reshape(B, T, -1).to(x.dtype))
+        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen[None, None], enable_gqa=True)
+        return self.output(y, x)
 
 
 class Stack(nn.Module):
@@ -190,22 +191,12 @@ class Quantised(Cell):
         self.register_buffer("key_scales", torch.ones(1, self.HKV, 64, 1))
         self.keys = self.keys.to(torch.int8)
 
-    def forward(self, x: Tensor, pos: Tensor) -> Tensor:
-        B, T, _ = x.shape
-        q, k, v = (
-            p(x).view(B, T, n, self.D).transpose(1, 2)
-            for p, n in ((self.q, self.H), (self.k, self.HKV), (self.v, self.HKV))
-        )
-        q, k = self.rotate(q, pos), self.rotate(k, pos)
+    def stored(self, k: Tensor, v: Tensor, pos: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         scale = k.abs().amax(-1, keepdim=True).clamp(min=1e-6) / 127
         self.keys.index_copy_(2, pos, (k / scale).round().to(torch.int8))
         self.key_scales.index_copy_(2, pos, scale)
         self.values.index_copy_(2, pos, v)
-        seen = torch.arange(64, device=x.device) <= pos[:, None]
-        y = F.scaled_dot_product_attention(
-            q, self.keys.float() * self.key_scales, self.values, attn_mask=seen[None, None], enable_gqa=True
-        )
-        return self.o(y.transpose(1, 2).reshape(B, T, -1))
+        return self.keys.float() * self.key_scales, self.values
 
 
 class Float8(Cell):
@@ -216,19 +207,10 @@ class Float8(Cell):
         self.register_buffer("k_scale", torch.tensor(0.05))
         self.register_buffer("v_scale", torch.tensor(0.02))
 
-    def forward(self, x: Tensor, pos: Tensor) -> Tensor:
-        B, T, _ = x.shape
-        q, k, v = (
-            p(x).view(B, T, n, self.D).transpose(1, 2)
-            for p, n in ((self.q, self.H), (self.k, self.HKV), (self.v, self.HKV))
-        )
-        q, k = self.rotate(q, pos), self.rotate(k, pos)
+    def stored(self, k: Tensor, v: Tensor, pos: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         self.keys[:, :, pos] = (k / self.k_scale).to(torch.float8_e4m3fn)
         self.values[:, :, pos] = (v / self.v_scale).to(torch.float8_e4m3fn)
-        seen = torch.arange(64, device=x.device) <= pos[:, None]
-        keys, values = self.keys.to(q.dtype) * self.k_scale, self.values.to(q.dtype) * self.v_scale
-        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen[None, None], enable_gqa=True)
-        return self.o(y.transpose(1, 2).reshape(B, T, -1))
+        return self.keys.to(dtype) * self.k_scale, self.values.to(dtype) * self.v_scale
 
 
 @pytest.mark.parametrize("cell", [Quantised, Float8])
@@ -302,22 +284,16 @@ class Causes(Cell):
         self.how = how
 
     def forward(self, x: Tensor, pos: Tensor, stop: int) -> Tensor:
-        B, T, _ = x.shape
-        q, k, v = (
-            p(x).view(B, T, n, self.D).transpose(1, 2)
-            for p, n in ((self.q, self.H), (self.k, self.HKV), (self.v, self.HKV))
-        )
-        q, k = self.rotate(q, pos), self.rotate(k, pos)
-        self.keys.index_copy_(2, pos, k)
-        self.values.index_copy_(2, pos, v)
-        keys, values, mask = self.keys, self.values, None
+        q, k, v = self.project(x, pos)
+        keys, values = self.stored(k, v, pos, q.dtype)
+        mask = None
         if self.how == "mask":
             mask = (torch.arange(64, device=x.device) <= pos[:, None])[None, None]
         else:
             keys, values = keys[:, :, :stop], values[:, :, :stop]
-        causal = mask is None and (T > 1 or self.how == "causal")
+        causal = mask is None and (x.shape[1] > 1 or self.how == "causal")
         y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=causal, enable_gqa=True)
-        return self.o(y.transpose(1, 2).reshape(B, T, -1))
+        return self.output(y, x)
 
 
 @pytest.mark.parametrize("how", ["sliced", "mask", "causal"])

@@ -11,24 +11,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import SHARPEN, cache_for, decode, difference, half_split, llama_profile, profile_of, tiny_llama
+from models import (
+    SHARPEN,
+    backend,
+    cache_for,
+    compiled,
+    decode,
+    difference,
+    half_split,
+    llama_profile,
+    profile_of,
+    tiny_llama,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fasa_compile
-from fasa_compile import fasa_backend
 
 IDS = torch.randint(0, 512, (2, 130), generator=torch.Generator().manual_seed(11))
 SMALL = {"n_fac": 12, "n_sink": 1, "n_recent": 2}
-
-
-def backend(profile="all", **how):
-    return fasa_backend(profile, **({"inner": "eager", "strict": True, "check_weights": False} | how))
-
-
-def compiled(model, profile="all", **how):
-    torch._dynamo.reset()
-    return torch.compile(model, backend=backend(profile, **how))
 
 
 class Shapes(nn.Module):

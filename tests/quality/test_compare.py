@@ -11,35 +11,15 @@ import torch
 import fasa_compile
 from fasa_compile.profiles import Budget
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-import compare  # noqa: E402
-import one_pass  # noqa: E402
-import token_selectors as ts  # noqa: E402
-from hooked_attention import hooked  # noqa: E402
-from teacher_forced import decode, like, prefill, step_of  # noqa: E402
+import compare
+import one_pass
+import token_selectors as ts
+from hooked_attention import hooked
+from teacher_forced import decode, like, prefill, step_of
 
 LENGTH, LAST, BUDGET = 96, 24, Budget(12, 2, 3)
-
-
-@pytest.fixture
-def model() -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        attn_implementation="sdpa",
-    )
-    model = transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
-    for name, weight in model.named_parameters():
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            weight.mul_(12.0)  # attention of an untrained model is flat: no token would matter more than another
-    return model
 
 
 @pytest.mark.parametrize("reduction", ["static", "softmax_sum", "max"])
