@@ -75,12 +75,17 @@ case $$rc in \
 esac
 endef
 
-.PHONY: test test-fast test-gpu
+.PHONY: test test-fast test-gpu properties
 test: lint types ## format, lint, types and all tests that need no GPU
 	$(call bounded,$(BIN)/pytest -q -n $(WORKERS) --dist loadfile -m "not gpu" $(PYTEST_ARGS))
 
 test-fast: $(VENV)/dev.stamp ## the tests that take seconds
 	$(call bounded,$(BIN)/pytest -q -n $(WORKERS) --dist loadfile -m "not gpu and not slow" $(PYTEST_ARGS))
+
+# In one process, which counts the examples; new ones in each run.
+properties: $(VENV)/dev.stamp ## the property tests at nightly size: more than 20,000 examples (the table goes to build/properties.json)
+	@mkdir -p build
+	@HYPOTHESIS_PROFILE=nightly FASA_EXAMPLES=build/properties.json $(BIN)/pytest -q -s --timeout 3600 tests/properties $(PYTEST_ARGS)
 
 # The libraries bring requirements that would change torch and transformers, so they go in without them, into an environment of
 # their own that sees the other one.

@@ -33,10 +33,9 @@ except ImportError:  # a GPU machine may have pytest and torch only; property te
     hypothesis = None  # type: ignore[assignment]
 
 if hypothesis is not None:
-    # Compiling makes single examples slow, so there is no deadline; `ci` draws the same examples every time.
-    hypothesis.settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True)
-    hypothesis.settings.register_profile("nightly", max_examples=1000, deadline=None, print_blob=True)
-    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+    from fasa_compile.testing import hypothesis_profiles
+
+    hypothesis_profiles.load()
 
 _CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 

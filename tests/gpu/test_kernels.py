@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
-from kernel_checks import check_step, make_case
-
+from fasa_compile.testing.steps import check_step, make_case
 from fasa_compile.triton_kernels import ops, reference
 from fasa_compile.triton_kernels.formats import FORMATS
 

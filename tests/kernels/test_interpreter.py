@@ -14,8 +14,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from kernel_checks import check_step, make_case
 
+from fasa_compile.testing.steps import check_step, make_case
 from fasa_compile.triton_kernels import reference
 from fasa_compile.triton_kernels.formats import FORMATS
 

@@ -16,63 +16,8 @@ from hypothesis import strategies as st
 from profile_samples import profile
 
 from fasa_compile.errors import ProfileError
-from fasa_compile.profiles import Budget, FCProfile, LayerProfile, ModelFacts, RopeFacts, files
-from fasa_compile.profiles.schema import FC_FORMATS, REDUCTIONS
-
-names = st.text(min_size=1, max_size=20)
-fp32 = st.floats(allow_nan=False, allow_infinity=False, width=32)
-free_form = st.dictionaries(
-    st.text(max_size=8),
-    st.recursive(
-        st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text(max_size=8) | fp32,
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-        max_leaves=6,
-    ),
-    max_size=3,
-)
-
-
-@st.composite
-def layers(draw: st.DrawFn, name: str) -> LayerProfile:
-    hkv, group, head_dim = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(2, 10))
-    n_fc = draw(st.integers(1, head_dim // 2))
-    dims = draw(st.permutations(range(head_dim)))
-    pairs = tuple((dims[2 * f], dims[2 * f + 1]) for f in range(n_fc))
-    n_tip = draw(st.integers(1, n_fc))
-    fcs = [sorted(draw(st.permutations(range(n_fc)))[:n_tip]) for _ in range(hkv)]
-
-    def table(rows: int, columns: int, values: st.SearchStrategy[float]) -> torch.Tensor:
-        flat = draw(st.lists(values, min_size=rows * columns, max_size=rows * columns))
-        return torch.tensor(flat, dtype=torch.float32).view(rows, columns)
-
-    return LayerProfile(
-        layer=name,
-        num_heads=hkv * group,
-        num_kv_heads=hkv,
-        head_dim=head_dim,
-        rope=RopeFacts(head_dim, pairs, draw(st.floats(1e-3, 1e3))),
-        dense=draw(st.booleans()),
-        fcs=torch.tensor(fcs, dtype=torch.int32),
-        centre=table(hkv, head_dim, fp32),
-        spread=table(hkv, head_dim, st.floats(2.0**-149, 2.0**100, width=32)),
-        norm=table(1, hkv * group, fp32)[0],
-        n_fac=draw(st.none() | st.integers(40, 2**31 - 1)),
-        stats=draw(st.dictionaries(names, fp32, max_size=2)),
-    )
-
-
-@st.composite
-def profiles(draw: st.DrawFn) -> FCProfile:
-    return FCProfile(
-        layers=tuple(draw(layers(name)) for name in draw(st.lists(names, min_size=1, max_size=3, unique=True))),
-        budget=Budget(draw(st.integers(40, 2**31 - 1)), draw(st.integers(0, 20)), draw(st.integers(0, 20))),
-        fc_format=draw(st.sampled_from(FC_FORMATS)),
-        reduction=draw(st.sampled_from(REDUCTIONS)),
-        method=draw(names),
-        model=ModelFacts(draw(names), draw(names), draw(st.integers(1, 1024)), draw(free_form)),
-        data=draw(free_form),
-        stats=draw(free_form),
-    )
+from fasa_compile.profiles import FCProfile, LayerProfile, files
+from fasa_compile.testing.strategies import free_form, layer_profiles, profiles
 
 
 @given(profiles())
@@ -92,7 +37,7 @@ def test_a_round_trip_changes_nothing(one: FCProfile) -> None:
     assert files.to_json(files.parse_json(files.to_json(one).encode())) == files.to_json(one)
 
 
-@given(layers("l"))
+@given(layer_profiles("l"))
 def test_dims_name_each_fc_once_and_gather_follows(one: LayerProfile) -> None:
     dims = one.dims()
     assert dims.shape == (one.num_kv_heads, 2 * one.n_tip)
@@ -105,7 +50,7 @@ def test_dims_name_each_fc_once_and_gather_follows(one: LayerProfile) -> None:
     assert torch.equal(spread, torch.stack([one.spread[h][dims[h].long()] for h in range(len(dims))]))
 
 
-@given(layers("l"), st.data())
+@given(layer_profiles("l"), st.data())
 def test_slices_partition_the_layer(one: LayerProfile, data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, one.num_kv_heads))
     ranges = [r for r in (range(0, cut), range(cut, one.num_kv_heads)) if r]

@@ -3,7 +3,7 @@
 For each architecture and kind of cache, with tiny random weights (``tiny_configs.py``) in float32:
 
 1. budget >= context: the sites rewritten are those of ``census.json`` and no other, and the logits are the uncompiled model's;
-2. budget < context, with a random profile: the logits are those of the plain reference (``plain_fasa.py``).
+2. budget < context, with a random profile: the logits are those of the plain reference (``fasa_compile.testing.plain``).
 
 An architecture runs in a process of its own with a time limit. Records go to a folder, one file each, so that a run can be taken
 up again; ``--out`` puts them together and ``--table`` writes the page for the docs. The exit status is 1 if any failed.
@@ -28,13 +28,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch
-from plain_fasa import Entry, PlainFasa
 from tiny_configs import build
 from torch import Tensor, nn
 
 from fasa_compile import fasa_backend
 from fasa_compile.profiles import Budget, FCProfile, LayerProfile, ModelFacts, RopeFacts
 from fasa_compile.sites import AttentionSite
+from fasa_compile.testing.plain import Entry, PlainFasa
 
 HERE = Path(__file__).parent
 CACHE, STEPS, SHORT, LONG = 64, 2, 12, 40  # slots; decode steps; prompts: before and after the windows of 32 are full

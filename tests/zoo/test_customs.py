@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from plain_fasa import PlainFasa
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fasa_compile import fasa_backend
 from fasa_compile.profiles import Budget
+from fasa_compile.testing.plain import PlainFasa
 
 WIDTH, VOCAB, LENGTH, H, HKV, D = 64, 96, 48, 4, 2, 16
 PROMPT, STEPS = 14, 3

@@ -132,7 +132,7 @@ def test_library(made: Callable[[], tuple[nn.Module, Call]]) -> None:
 
 
 def plain(model: nn.Module, call: Call, ids: Tensor, sites: list[Any], budget: Budget) -> Tensor:
-    from plain_fasa import PlainFasa
+    from fasa_compile.testing.plain import PlainFasa
 
     entries = {
         (m, n): (None, sites[0].shape[1], sites[0].shape[2], 0.0) for m in model.modules() for n in range(1, STEPS + 1)

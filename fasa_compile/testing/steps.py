@@ -1,4 +1,4 @@
-"""Compares the sparse decode kernels with their specification; on CPU (Triton's interpreter) and on a GPU."""
+"""Random decode steps, and the Triton kernels compared with their specification; on CPU (Triton's interpreter) and on a GPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 from fasa_compile.triton_kernels import reference
+
+#: Kinds of masks that ``make_case`` makes; "" is none.
+MASKS = (
+    "", "bool", "lengths", "left", "one row", "additive", "shared additive", "per head", "few", "nothing",
+)  # fmt: skip
 
 
 @dataclass
@@ -60,7 +65,9 @@ def make_case(
     masks = {
         "": lambda: None,
         "bool": lambda: torch.rand(B, 1, 1, L, device=device) > 0.3,
-        "lengths": lambda: (torch.arange(L, device=device) < torch.tensor([[L // 2], [L - 7]], device=device)[:B])[:, None, None],
+        "lengths": lambda: (torch.arange(L, device=device) < torch.tensor([[L // 2], [L - 7]] * B, device=device)[:B])[:, None, None],
+        "left": lambda: (torch.arange(L, device=device) >= torch.randint(0, L, (B, 1), device=device))[:, None, None],
+        "one row": lambda: (torch.arange(B, device=device) > 0)[:, None, None, None].expand(B, 1, 1, L),
         "additive": lambda: torch.where(normal(B, Hq, 1, L) > -0.5, normal(B, Hq, 1, L), lowest).to(dtype),
         "shared additive": lambda: torch.where(normal(1, 1, 1, L) > -0.5, normal(1, 1, 1, L), lowest).to(dtype),
         "per head": lambda: torch.rand(B, Hq, 1, L, device=device) > 0.5,
