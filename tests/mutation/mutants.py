@@ -1,0 +1,856 @@
+"""Ways to break the package that a test must notice: each a small edit of one file, and the tests that should fail for it.
+
+``old`` stands exactly once in the file. ``tests`` are run first, then ``WIDER`` ones of the same room; a break that none of
+them notices has survived.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PARITY, STATE = "end_to_end/test_parity.py", "end_to_end/test_state.py"
+HAZARDS, BAD_INPUT = "end_to_end/test_hazards.py", "end_to_end/test_bad_input.py"
+TRIALS_CACHE, TRIALS_ATTENTION = "end_to_end/test_trials_cache.py", "end_to_end/test_trials_attention.py"
+TRIALS_MISC, AUDIT = "end_to_end/test_trials_misc.py", "end_to_end/test_audit.py"
+DENSE_MODE, REPORT = "end_to_end/test_dense_mode.py", "end_to_end/test_report.py"
+REFERENCE, INTERPRETER, OPS = "kernels/test_reference.py", "kernels/test_interpreter.py", "kernels/test_ops.py"
+ROPE, ATTENTION, CACHE, GRAPH = (f"match/test_{name}.py" for name in ("rope", "attention", "cache", "graph"))
+SCHEMA, FILES, FINGERPRINT = (f"profiles/test_{name}.py" for name in ("profile_schema", "profile_files", "fingerprint"))
+STATS, BUDGETS, COST = (
+    "profiles/test_calibration_stats.py",
+    "profiles/test_calibration_budgets.py",
+    "cost/test_cost_model.py",
+)
+
+#: What is run where the mapped tests notice nothing, by the room of the file.
+WIDER: dict[str, tuple[str, ...]] = {
+    "patterns": ("match", PARITY, HAZARDS, TRIALS_ATTENTION, TRIALS_CACHE, TRIALS_MISC),
+    "fasa_compile": ("internals", "match", PARITY, STATE, HAZARDS, BAD_INPUT, DENSE_MODE, AUDIT, TRIALS_MISC, STATS),
+    "profiles": ("profiles", BAD_INPUT),
+    "triton_kernels": ("kernels", PARITY),
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether its tests run kernels in Triton's interpreter, which needs a process of its own."""
+        return INTERPRETER in self.tests[0]
+
+    @property
+    def room(self) -> str:
+        return self.file.split("/")[0]
+
+
+MUTANTS: list[Mutant] = []
+
+
+def breaks(file: str, *tests: str):
+    """``add(name, old, new, *others)`` for breaks of ``file``; ``others`` replace the file's usual ``tests``."""
+
+    def add(name: str, old: str, new: str, *others: str) -> None:
+        MUTANTS.append(Mutant(name, file, old, new, others or tests))
+
+    return add
+
+
+# ---- capture ----------------------------------------------------------------------------------------------------------
+
+add = breaks("fasa_compile/capture.py", CACHE, "internals/test_torch_facts.py")
+add(
+    "a write through a view reaches no other view",
+    "for alias in self._aliases.get(_storage(value), ()):",
+    "for alias in self._aliases.get(_storage(value), ())[:1]:",
+)
+add("assignment to an index is no write", '_IN_PLACE = {"setitem", "__setitem__"}', '_IN_PLACE = {"__setitem__"}')
+add("a value is that of one step later", "if since >= point:", "if since > point:")
+add(
+    "inputs that share memory are taken apart",
+    "if j != i and self.is_written(j) and isinstance(other, torch.Tensor):",
+    "if False and self.is_written(j) and isinstance(other, torch.Tensor):",
+    f"{HAZARDS}::test_a_write_through_another_input_that_shares_memory",
+)
+add(
+    "one graph serves every model of a class",
+    "install_guard(source.make_guard(GuardBuilder.ID_MATCH))",
+    "pass",
+    f"{HAZARDS}::test_one_backend_on_two_models_checks_both",
+)
+add(
+    "a number that is an input loses its symbol",
+    "fake.item_memo = number",
+    "pass",
+    "internals/test_torch_facts.py::test_a_number_that_dynamo_made_an_input_keeps_its_symbol",
+)
+
+# ---- match ------------------------------------------------------------------------------------------------------------
+
+add = breaks("fasa_compile/match.py", ROPE, ATTENTION)
+add("query heads read the KV head of their own number", "(b, h // repeat, row)", "(b, h, row)", ATTENTION)
+add(
+    "a rotation that is the same everywhere is a rotary embedding",
+    "if moved_any or np.abs(here.angles).max() <= 4 * tol:",
+    "if False:",
+    f"{ROPE}::test_no_rotation_is_refused",
+)
+add(
+    "the packed cache is kept though other rows are written too",
+    "if slots is None or ahead.end is not self.shadow.inputs[i]:",
+    "if slots is None:",
+    f"{HAZARDS}::test_a_row_written_at_a_fixed_place_before_the_new_one",
+)
+add(
+    "a later write of the keys is overlooked",
+    "rewritten_later=node is not self.shadow.final[i]",
+    "rewritten_later=False",
+    GRAPH,
+)
+add(
+    "keys that are an input may be anything",
+    'if keys.write is None and keys.chain.end.op == "placeholder":',
+    "if False:",
+    GRAPH,
+    f"{TRIALS_MISC}::test_cross_attention_is_left_alone",
+)
+add(
+    "the first head speaks for all",
+    "for h in sorted({0, heads // 2, heads - 1} if keys.part is None",
+    "for h in sorted({0} if keys.part is None",
+    f"{ATTENTION}::test_a_head_that_is_not_rotated_is_refused",
+)
+add(
+    "values may be shared by other groups than keys",
+    "if size[1] % group or layout.group_of(chain, canonical, size[1]) % group:",
+    "if False:",
+    ATTENTION,
+)
+add("a layer's second run has the first one's name", "if self.runs[layer] > 1:", "if self.runs[layer] > 2:", GRAPH)
+add(
+    "the rope of a site is that of an attention before",
+    "key = (form.pattern(), tol)",
+    "key = (who, tol)",
+    f"{ROPE}::test_queries_and_keys_that_differ_are_refused",
+)
+
+# ---- patterns ---------------------------------------------------------------------------------------------------------
+
+add = breaks("patterns/rope.py", ROPE)
+add(
+    "the two dims of a pair are exchanged",
+    "return Turn(tuple((b[0], b[1]) for b in blocks)",
+    "return Turn(tuple((b[1], b[0]) for b in blocks)",
+)
+add(
+    "queries and keys may turn by different angles",
+    "if (apart := _apart(q.angles, k.angles)) > 4 * tol:",
+    "if (apart := _apart(q.angles, k.angles)) > 4e9 * tol:",
+    f"{ROPE}::test_queries_and_keys_that_differ_are_refused",
+)
+add("queries and keys may turn other dims", "if q.pairs != k.pairs:", "if False:")
+add(
+    "the magnitude of the tables is lost",
+    "magnitude=round(k.magnitude, 6)",
+    "magnitude=1.0",
+    f"{ROPE}::test_magnitude_of_scaled_tables",
+)
+add(
+    "a matrix with unequal sines is a rotation",
+    " or abs(m[0, 1] + m[1, 0]) > tol * magnitude",
+    "",
+    f"{ROPE}::test_no_rotation_is_refused",
+)
+add(
+    "planes may be scaled unequally",
+    "if np.abs(magnitudes - magnitude).max() > tol * magnitude:",
+    "if False:",
+    f"{ROPE}::test_no_rotation_is_refused",
+)
+add(
+    "angles need not move with the position",
+    "return before.pairs == after.pairs and _apart(before.angles, after.angles) > 4 * tol",
+    "return before.pairs == after.pairs",
+    f"{ROPE}::test_no_rotation_is_refused",
+)
+add(
+    "a rotation need not start at the identity",
+    "if far < 1.0 and abs(here.angles[slowest]) > far:",
+    "if False:",
+    f"{ROPE}::test_no_rotation_is_refused",
+)
+
+add = breaks("patterns/attention.py", ATTENTION)
+add("the default scale is 1 / d", "scale = 1.0 / math.sqrt(qs[-1])", "scale = 1.0 / qs[-1]")
+add(
+    "a scale that is given is ignored",
+    "    if scale is None:",
+    "    if True:",
+    f"{ATTENTION}::test_scale_is_the_graphs",
+)
+add("the mask is dropped", "masked, kind = mask_of(mask, qs, ks)", 'masked, kind = None, "none"')
+add("a causal single query sees all keys", "if is_causal and qs[2] == 1 and ks[2] > 1:", "if False:")
+add("dropout is left out", "    if dropout:\n", "    if False:\n", f"{ATTENTION}::test_dropout_is_refused")
+add(
+    "a log-sum-exp that is used is dropped",
+    'if graph.name(user) != "getitem" or (graph.args(user)[1] != 0 and user.users):',
+    "if False:",
+    "match/test_flex_attention.py::test_a_log_sum_exp_that_is_used_is_refused",
+)
+
+add = breaks("patterns/written.py", ATTENTION)
+add(
+    "a soft cap is read and not applied",
+    "self.softcap, self.scale = by, tanh * by",
+    "self.softcap, self.scale = 0.0, tanh * by",
+)
+add(
+    "a soft cap leaves the scale without its factor",
+    "self.softcap, self.scale = by, tanh * by",
+    "self.softcap, self.scale = by, tanh",
+)
+add(
+    "a shift before a soft cap is dropped",
+    'elif kind == "tanh":\n                if self.shifted:',
+    'elif kind == "tanh":\n                if False:',
+    f"{HAZARDS}::test_a_shift_before_a_softcap_is_not_dropped",
+)
+add(
+    "numbers read from inputs are not watched",
+    "tables.shadow.relied.add(place[head])",
+    "pass",
+    f"{HAZARDS}::test_a_scale_that_changes_after_compilation_is_noticed",
+)
+add("a division of scores is a product", "return 1.0 / constant(b, self.tables)", "return constant(b, self.tables)")
+add("a mask that is subtracted is added", '(-1.0 if graph.name(node) == "sub" else 1.0)', "1.0")
+add("scores filled with mild numbers are hidden", "_HIDDEN = -1e3", "_HIDDEN = 1e3")
+add(
+    "attention with dropout is read without it",
+    'raise Refused("dropout", f"{node.name}: p=',
+    'Refused("dropout", f"{node.name}: p=',
+)
+
+add = breaks("patterns/cache.py", CACHE)
+add("slots may count from the end", " or (places < 0).any():", ":")
+add("new tokens of a cat come first", "first = found[-1][1] - at.offset", "first = 0")
+add(
+    "an index_put that adds is a write",
+    'if graph.argument(node, 3, "accumulate", False) or at.dim',
+    "if at.dim",
+)
+add(
+    "which row is which sequence's never changes",
+    "if _reads_tensors(indices[at.batch_dim]):",
+    "if False:",
+    f"{HAZARDS}::test_rows_of_sequences_that_change_their_order_between_calls",
+)
+add(
+    "rows are counted without the view's offset",
+    "return places % graph.shape(node)[at.dim] - at.offset",
+    "return places % graph.shape(node)[at.dim]",
+)
+add("any number of rows may be picked by a mask", "if len(rows) != 1 or not (", "if not (")
+
+add = breaks("patterns/layout.py", ATTENTION, CACHE)
+add(
+    "keys that were rounded are read unrounded",
+    "if torch.finfo(own).eps < torch.finfo(dtype).eps:",
+    "if False:",
+    CACHE,
+    f"{TRIALS_CACHE}::test_a_rotation_in_fp32_over_a_narrow_cache",
+)
+add("groups of heads may be unequal", "if read != [h // group for h in range(heads)]:", "if False:")
+
+add = breaks("patterns/flash.py", "match/test_flash_attention.py")
+add("the window is ignored", "        if left >= 0:\n            seen", "        if False:\n            seen")
+add("lengths of the cache are ignored", "            end = begin + rest[-1].reshape(-1, 1, 1, 1)", "            pass")
+add(
+    "slopes and paged caches are ignored",
+    "        if isinstance(given.get(name), fx.Node):\n            raise",
+    "        if False:\n            raise",
+)
+
+add = breaks("patterns/flex.py", "match/test_flex_attention.py")
+add(
+    "blocks that are not listed are seen",
+    "mask = seen if mask is None else mask & seen",
+    "mask = seen if mask is None else mask",
+)
+add("a score_mod's factor is lost", "factor = float(scale) * score.factor", "factor = float(scale)")
+add("what a score_mod subtracts is added", "of[term] if sign > 0 else", "of[term] if sign else")
+
+add = breaks("patterns/tables.py", ROPE)
+add(
+    "positions are constants",
+    "                bits[node] = POSITION\n            continue\n        if is_size",
+    "                bits[node] = 0\n            continue\n        if is_size",
+)
+
+# ---- plan -------------------------------------------------------------------------------------------------------------
+
+add = breaks("fasa_compile/plan.py", BAD_INPUT, DENSE_MODE)
+add(
+    "a budget of exactly the cache is sparse",
+    "holds >= L:",
+    "holds > L:",
+    f"{TRIALS_CACHE}::test_a_static_cache_within_the_budget_is_left_alone_bit_for_bit",
+)
+add(
+    "gradients are not declined",
+    "    if grad:\n",
+    "    if False:\n",
+    f"{BAD_INPUT}::test_training_gives_the_ordinary_gradients",
+)
+add("autocast is not declined", "    if autocast:\n", "    if False:\n", f"{HAZARDS}::test_autocast_stays_dense")
+add(
+    "a layer that is to stay dense is sparse",
+    "if layer is not None and layer.dense:",
+    "if False:",
+    f"{BAD_INPUT}::test_layers_that_the_profile_calls_dense_stay_dense",
+)
+add(
+    "a user's budget does not scale a layer's own",
+    "scaled = round(layer.n_fac * budget.n_fac / base.n_fac)",
+    "scaled = layer.n_fac",
+    BUDGETS,
+)
+add(
+    "the profile is not compared with the graph",
+    "check_layer(layer, site.layer, Hq, Hkv, D, site.rope)",
+    "pass",
+    f"{BAD_INPUT}::test_profile_of_another_model",
+)
+add(
+    "dense_below is the other way round",
+    "for n in site.shape) and least > L:",
+    "for n in site.shape) and least < L:",
+    DENSE_MODE,
+)
+add(
+    "dense_below is ignored",
+    "least = policy.dense_below if policy.dense_below is not None else cost.break_even",
+    "least = cost.break_even",
+    DENSE_MODE,
+)
+add("a slice of a buffer is kept in step", "        and not _sliced(site)\n", "", STATE, HAZARDS)
+add(
+    "keys that are written again are kept in step",
+    "        and not cache.rewritten_later\n",
+    "",
+    HAZARDS,
+)
+add(
+    "a layer that the profile lacks stays dense",
+    "            raise _not_in_profile(site, policy.profile)",
+    '            return Decision(site, "dense", "unknown-layer")',
+    f"{BAD_INPUT}::test_profile_of_another_model",
+)
+add("any dtype will do", "if any(t.dtype not in _FLOATS for t in tensors) or", "if", BAD_INPUT)
+add(
+    "a wrapper's name is part of the layer's",
+    "return self.profile.by_layer(name.removeprefix(prefix))",
+    "return self.profile.by_layer(name)",
+    f"{HAZARDS}::test_a_wrapper_around_the_model_is_seen_through",
+)
+add(
+    "only a layer's own budget tells whether it holds the cache",
+    "holds = max(budget.n_fac, policy.budget_for(None).n_fac)",
+    "holds = budget.n_fac",
+    BUDGETS,
+    f"{TRIALS_CACHE}::test_a_static_cache_within_the_budget_is_left_alone_bit_for_bit",
+)
+add(
+    "a layer that calibration could not read is another model's",
+    "        if layer is None and policy.uncalibrated(site.layer, prefix):",
+    "        if False:",
+    TRIALS_MISC,
+)
+add(
+    "a part of the model is the model",
+    "        if layer is None and _is_part_of(site.layer, policy.profile):",
+    "        if False:",
+    f"{BAD_INPUT}::test_graph_breaks",
+)
+
+# ---- rewrite ----------------------------------------------------------------------------------------------------------
+
+SPARSE = f"{PARITY}::test_sparse_equals_the_plain_reference"
+add = breaks("fasa_compile/rewrite.py", SPARSE)
+add(
+    "the mask is dropped",
+    "mask = emit.expr(site.mask, at) if site.mask is not None else None",
+    "mask = None",
+    f"{PARITY}::test_left_padded_rows_equal_their_own_run",
+)
+add(
+    "learned sinks are dropped",
+    "sinks = emit.expr(site.sinks, at) if site.sinks is not None else None",
+    "sinks = None",
+    f"{TRIALS_ATTENTION}::test_a_learned_sink_joins_the_denominator",
+)
+add(
+    "the soft cap is ignored",
+    "softcap=site.softcap,\n        sinks=sinks,\n        fmt=",
+    "softcap=0.0,\n        sinks=sinks,\n        fmt=",
+    f"{TRIALS_ATTENTION}::test_a_softcap_that_bites",
+)
+add(
+    "the dense kernel ignores the soft cap",
+    "scale=site.scale, softcap=site.softcap, sinks=sinks)",
+    "scale=site.scale, softcap=0.0, sinks=sinks)",
+    f"{DENSE_MODE}::test_softcap_and_sliding_layers",
+)
+add(
+    "the scale is that of the head's size",
+    "scale=site.scale,\n        n_fac=",
+    "scale=site.shape[5] ** -0.5,\n        n_fac=",
+    f"{PARITY}::test_scale_comes_from_the_graph",
+)
+add(
+    "the dense kernel swaps keys and values",
+    "arguments = (q, k, v, mask, limits)",
+    "arguments = (q, v, k, mask, limits)",
+    DENSE_MODE,
+)
+add("the sparse step swaps keys and values", "(q, k, v, data, meta, *profile", "(q, v, k, data, meta, *profile")
+add("the budget is one short", "n_fac=budget.n_fac,", "n_fac=budget.n_fac - 1,")
+add("recent tokens are not forced", "n_recent=budget.n_recent,", "n_recent=0,")
+add("first tokens are not forced", "n_sink=budget.n_sink,", "n_sink=0,")
+add(
+    "centre and spread are exchanged",
+    'profile = tuple(inputs.get(role) for role in ("dims", "centre", "spread"))',
+    'profile = tuple(inputs.get(role) for role in ("dims", "spread", "centre"))',
+)
+add("the norm is missing", '*profile, inputs.get("norm"), mask, limits)', "*profile, None, mask, limits)")
+add(
+    "the reduction is always static",
+    'reduction=decision.reduction if layer is not None else "softmax_sum"',
+    'reduction="static"',
+    PARITY,
+)
+add(
+    "layers with other masks share their bounds",
+    "seen = (site.mask, str(site.shape[4]))",
+    "seen = str(site.shape[4])",
+    f"{TRIALS_ATTENTION}::test_a_window_is_respected",
+    DENSE_MODE,
+)
+add(
+    "rows that the model writes are not packed",
+    "slots = emit.expr(site.cache.slots, at)",
+    "slots = None",
+    f"{STATE}::test_reset_and_a_new_prompt",
+)
+add(
+    "a cache write without a reader is removed",
+    " or may_write(dead):",
+    ":",
+    f"{STATE}::test_reset_and_a_new_prompt",
+    CACHE,
+)
+add(
+    "a copied graph forgets where its inputs come from",
+    "            new._dynamo_source = old._dynamo_source",
+    "            pass",
+    "internals/test_torch_facts.py::test_placeholders_carry_a_source_and_survive_a_copy_of_the_graph",
+)
+add(
+    "the cache may be copied to be read",
+    "if views_only and value.target not in _VIEWS",
+    "if False and value.target not in _VIEWS",
+    PARITY,
+    HAZARDS,
+)
+
+# ---- runtime and audit ------------------------------------------------------------------------------------------------
+
+add = breaks("fasa_compile/runtime.py", STATE)
+add(
+    "writes to K are not counted",
+    "self.key() is k and self.version == k._version and",
+    "self.key() is k and",
+    f"{STATE}::test_reset_and_a_new_prompt",
+)
+add(
+    "storage may be swapped under the cache",
+    " and self.address == k.data_ptr()",
+    "",
+    f"{HAZARDS}::test_storage_that_is_swapped_under_the_cache",
+)
+add(
+    "packed caches are trusted after an exception",
+    "                self._distrust()\n                raise",
+    "                raise",
+    f"{STATE}::test_an_interrupted_step_leaves_no_trust_behind",
+)
+add(
+    "the memory of the last threshold outlives a prompt",
+    "packed.hint.zero_()",
+    "pass",
+    f"{STATE}::test_reset_and_a_new_prompt",
+    PARITY,
+)
+add(
+    "numbers read into the graph are not watched",
+    "number.check(arguments)",
+    "pass",
+    f"{HAZARDS}::test_a_scale_that_changes_after_compilation_is_noticed",
+)
+add(
+    "packed caches outlive the cache",
+    "gone = keeper.caches.pop(key, None)",
+    "gone = keeper.caches.get(key)",
+    f"{STATE}::test_the_packed_cache_dies_with_the_cache",
+)
+add(
+    "the packed cache is made anew in every step",
+    "packed.version = arguments[keeper.k_input]._version",
+    "packed.version = _UNTRACKED",
+    f"{STATE}::test_two_caches_in_turn_keep_their_own_state",
+)
+add(
+    "centre and spread are exchanged in the packed cache",
+    'return (centre if role == "centre" else spread).clone()',
+    'return (spread if role == "centre" else centre).clone()',
+    SPARSE,
+)
+add("every head has the norm 0", "return layer.norm.clone()", "return torch.zeros_like(layer.norm)", SPARSE)
+add("scale and zero are not packed anew", "packed.meta.copy_(meta)", "pass", f"{STATE}::test_reset_and_a_new_prompt")
+add(
+    "a cache in inference mode is trusted",
+    "hint, frozen=k.is_inference())",
+    "hint, frozen=False)",
+    f"{STATE}::test_inference_mode_is_never_stale",
+)
+add(
+    "one packed cache serves two caches",
+    "packed = self.caches.get(id(k))\n        stale = packed is None or packed.key() is not k or",
+    "packed = self.current or self.caches.get(id(k))\n        stale = packed is None or",
+    STATE,
+)
+
+add = breaks("fasa_compile/audit.py", AUDIT)
+add("the audit tells what was kept", "return (1.0 - kept)", "return (0.0 + kept)")
+add("the audit comes a step late", "return self.steps % self.every == 0", "return self.steps % (self.every + 1) == 0")
+add(
+    "the audit sees tokens that a mask hides",
+    "        None,\n        watched.bounds,\n",
+    "        None,\n        None,\n",
+)
+add("the audit looks at the first head alone", "head=self.turn // stride)", "head=0)")
+add("the audit forgets the forced tokens", "        n_recent=budget.n_recent,\n", "        n_recent=0,\n")
+add("the audit ignores the scale", "        site.scale * (q.float()[:, :, 0]", "        (q.float()[:, :, 0]")
+
+# ---- backend ----------------------------------------------------------------------------------------------------------
+
+add = breaks("fasa_compile/backend.py", BAD_INPUT)
+add(
+    "training is not noticed",
+    "return torch.is_grad_enabled() and any(",
+    "return False and any(",
+    f"{BAD_INPUT}::test_training_gives_the_ordinary_gradients",
+)
+add(
+    "a wrong profile means dense, not an error",
+    "    FasaError,\n    TensorifyScalar",
+    "    TensorifyScalar",
+    f"{BAD_INPUT}::test_profile_of_another_model",
+)
+add(
+    "other weights are accepted",
+    "if self.check_weights and not same_weights(",
+    "if False and not same_weights(",
+    f"{BAD_INPUT}::test_profile_of_other_weights",
+)
+add(
+    "a model with fewer layers is accepted",
+    "        if missing:\n",
+    "        if False:\n",
+    f"{BAD_INPUT}::test_profile_of_another_model",
+)
+add(
+    "writes through another input are overlooked",
+    "return replace(site, cache=replace(site.cache, rewritten_later=True))",
+    "return site",
+    f"{HAZARDS}::test_a_write_through_another_input_that_shares_memory",
+)
+add(
+    "autocast inside the graph is overlooked",
+    "return any(len(args) < 3 or (args[2] is not False",
+    "return any(False and (args[2] is not False",
+    f"{TRIALS_CACHE}::test_autocast_is_part_of_what_a_graph_is_for",
+    HAZARDS,
+)
+add(
+    "a decode step is taken for a prefill",
+    "if not isinstance(q.shape[2], int) or q.shape[2] == 1:",
+    "if not isinstance(q.shape[2], int):",
+    SPARSE,
+)
+add(
+    "a failure of one stage is raised",
+    "        if self.strict or isinstance(problem, _NOT_SWALLOWED):",
+    "        if True:",
+    f"{BAD_INPUT}::test_a_failing_stage_leaves_the_model_dense",
+)
+add("sites that stay dense are not counted", "                decline(decision.reason)", "                pass", REPORT)
+add(
+    "options under the registered name are forgotten",
+    "*sorted((k, repr(v)) for k, v in mine.items()),",
+    "",
+    "end_to_end/test_entry_points.py",
+)
+
+# ---- the specification ------------------------------------------------------------------------------------------------
+
+add = breaks("triton_kernels/reference.py", REFERENCE)
+add(
+    "equal keys go to the higher index",
+    "picked = (ordered * 2**32 + (2**31 - position)).topk(n, dim=-1).values\n    return 2**31 - (picked & 0xFFFFFFFF)",
+    "picked = (ordered * 2**32 + position).topk(n, dim=-1).values\n    return picked & 0xFFFFFFFF",
+)
+add("the budget is one too many", "chosen = _top(key, n_fac)", "n_fac += 1\n    chosen = _top(key, n_fac)")
+add("one recent token too few is forced", "(t >= stop - n_recent)", "(t > stop - n_recent)")
+add("first tokens are counted from slot 0", "forced = (t < first + n_sink)", "forced = (t < n_sink)")
+add(
+    "keys are not centred",
+    "x = (chosen.float() - centre[:, None, :]) / spread[:, None, :]",
+    "x = chosen.float() / spread[:, None, :]",
+)
+add("codes are read without their zero", " + token_zero * rounded.sum(-1, keepdim=True))", ")", PARITY, REFERENCE)
+add("codes of int8 are read as stored", "return data.float() + 128.0", "return data.float()")
+add("nibbles are exchanged", "torch.cat([data & 15, data >> 4], dim=-1)", "torch.cat([data >> 4, data & 15], dim=-1)")
+add("scores by all dims are unscaled", "s = scale * _matmul(qg, k)\n    else:", "s = _matmul(qg, k)\n    else:")
+add("attention ignores the soft cap", "s = capped(scale * _matmul(qg, k), softcap)", "s = scale * _matmul(qg, k)")
+add("sinks do not join the denominator", "total = total + (sink - top).exp()", "pass")
+add(
+    "the bias of kept tokens is dropped",
+    "kept_bias = None if bias is None else bias.expand(B, Hkv, G, L).gather(3, by_head)",
+    "kept_bias = None",
+)
+add("the norm is ignored", "s = s - norm.float().reshape(1, Hkv, G, 1)", "pass")
+add("values of hidden tokens spread", "v = torch.where(allowed.any(2)[..., None], v, 0.0)", "pass")
+add(
+    "heads are numbered across groups",
+    "return out.reshape(B, Hkv * G, 1, v.shape[-1])",
+    "return out.transpose(1, 2).reshape(B, Hkv * G, 1, v.shape[-1])",
+)
+add(
+    "all sequences are written at the first one's slots",
+    "row = slots.reshape(-1, slots.shape[-1])[:, None, :]",
+    "row = slots.reshape(-1, slots.shape[-1])[:1, None, :]",
+)
+add("a dtype's lowest value hides nothing", "mask > torch.finfo(mask.dtype).min", "mask >= torch.finfo(mask.dtype).min")
+add("the last valid token is cut off", "stop = torch.where(allowed, t + 1, 0)", "stop = torch.where(allowed, t, 0)")
+add(
+    "a written row keeps its old scale",
+    "    if INFO[fmt].meta_columns:\n        meta.index_put_",
+    "    if False:\n        meta.index_put_",
+)
+add(
+    "codes are taken with the unrounded zero",
+    "    zero = rounded_to(zero, torch.float16)\n",
+    "",
+    f"{INTERPRETER}::test_packed_bytes_are_the_references",
+)
+add("max is a sum", 'key = s.amax(2) if reduction == "max" else', "key =")
+add("heads are not compared by their softmax", "s = s - _guarded_logsumexp(s, -1)\n", "pass\n")
+add(
+    "NaN is stored",
+    "x = torch.where(x == x, x, 0.0).clamp(-info.limit, info.limit)\n    if",
+    "x = x.clamp(-info.limit, info.limit)\n    if",
+)
+
+add = breaks("triton_kernels/ops.py", OPS)
+add("the operator does not refresh rows", "if slots is not None and data is not None:", "if False:")
+add(
+    "the operator hides what it writes",
+    "Tensor v, Tensor(a!)? data, Tensor(b!)? meta",
+    "Tensor v, Tensor? data, Tensor? meta",
+)
+
+# ---- kernels, in the interpreter --------------------------------------------------------------------------------------
+
+add = breaks("triton_kernels/score.py", INTERPRETER)
+add("TIP forces one recent token too few", "(token >= stop - n_recent)", "(token > stop - n_recent)")
+add("TIP counts first tokens from slot 0", "forced = (token < first + n_sink)", "forced = (token < n_sink)")
+add(
+    "TIP ignores the mask",
+    "counted, bias = _token_mask(mask, b, 0, token, inside, stride_mb, 0, stride_mt, MASK_KIND)",
+    "pass",
+)
+add("TIP ignores the soft cap", "                s = _soft(s, softcap)", "                pass")
+add(
+    "TIP ignores the norm",
+    'level = tl.load(norm + head, mask=is_head, other=float("inf")).to(tl.float32) * LOG2E',
+    'level = tl.where(is_head, 0.0, float("inf"))',
+)
+add("TIP leaves out the zero of codes", "+ token_zero[:, None] * code_sum.to(tl.float32)[None, :]", "+ 0.0")
+add(
+    "TIP compares heads without their softmax",
+    'level = tl.where(is_head, tl.maximum(_log_sum(s_top, s_total), LOWEST), float("inf"))',
+    'level = tl.where(is_head, 0.0, float("inf"))',
+)
+add(
+    "the bins begin at the level, not below it",
+    "return level - 0.5 * BINS * width, 1.0 / width",
+    "return level, 1.0 / width",
+)
+add("bounds are those of the first sequence", "first = tl.load(bounds + b * stride_bounds)", "first = tl.load(bounds)")
+
+add = breaks("triton_kernels/query.py", INTERPRETER)
+add(
+    "query heads are numbered across groups",
+    "q_rows = q + b * stride_qb + (h * G + g[:, None]) * stride_qh",
+    "q_rows = q + b * stride_qb + (g[:, None] * HKV + h) * stride_qh",
+)
+add("the largest of half a query scales it", "largest = tl.maximum(largest, tl.max(tl.abs(hi), axis=1))", "pass")
+add("rows are not refreshed", "if HAS_SLOTS and tl.program_id(1) == 1:", "if HAS_SLOTS and tl.program_id(1) == 2:")
+
+add = breaks("triton_kernels/attend.py", INTERPRETER)
+add("the threshold itself is not kept", "keep = (x >= hi_level) | (", "keep = (x > hi_level) | (")
+add(
+    "a bin may hold any number of tokens",
+    "by_bin = everything | ((bin >= 0) & (n_bin <= n_fac + n_fac // 8))",
+    "by_bin = everything | (bin >= 0)",
+)
+add(
+    "the threshold's bin is not kept", "(bin_of(x, origin, per_width) >= edge)", "(bin_of(x, origin, per_width) > edge)"
+)
+add("all equal keys are needed", "need = want - n_hi", "need = want")
+add("the merge forgets the sink", "        total += tl.exp2(sink - top)", "        pass")
+add("an additive mask only hides", "bias = bias + tl.where(ok, m.to(tl.float32), 0.0) * 1.4426950408889634", "pass")
+add(
+    "the second block of a wide head is left out",
+    '        s = tl.dot(q2, tl.trans(k2), acc=s, input_precision="ieee")',
+    "        pass",
+)
+add("an empty part spreads NaN", 'safe = tl.where(top == -float("inf"), 0.0, top)\n    p =', "safe = top\n    p =")
+add(
+    "the shares of a row are merged without their weights",
+    "o = tl.sum(acc * weight[:, None], axis=0)",
+    "o = tl.sum(acc, axis=0)",
+)
+
+add = breaks("triton_kernels/dense_decode.py", INTERPRETER)
+add("the dense kernel begins at slot 0", "begin = first + split * share", "begin = split * share")
+add("the dense kernel's offsets are int32", "token = (n0 + lane).to(tl.int64)", "token = n0 + lane")
+add(
+    "rows are not refreshed by the dense kernel",
+    "if HAS_SLOTS and split == SPLITS:",
+    "if HAS_SLOTS and split == SPLITS + 1:",
+)
+
+add = breaks("triton_kernels/pack.py", INTERPRETER)
+add("a negative slot is no slot", "token = tl.where(token < 0, token + L, token)  # as indexing counts", "pass")
+add("the zero of codes is not stored", "zero = least.to(tl.float16)", "zero = (least * 0).to(tl.float16)")
+add("codes round half away", "return (x + 12582912.0) - 12582912.0", "return tl.floor(x + 0.5)")
+
+add = breaks("triton_kernels/bounds.py", INTERPRETER)
+add("the bounds' end is the last token itself", "tl.where(ok, t + 1, 0)", "tl.where(ok, t, 0)")
+add("the lowest value of fp16 hides nothing", "return m > -65504.0", "return m >= -65504.0")
+
+add = breaks("triton_kernels/launch.py", INTERPRETER)
+add(
+    "a mask for each head is one for all",
+    "(strides[0], strides[1], strides[3]), strides[1] != 0)",
+    "(strides[0], strides[1], strides[3]), False)",
+)
+
+# ---- profiles ---------------------------------------------------------------------------------------------------------
+
+add = breaks("profiles/schema.py", SCHEMA)
+add("a newer schema is read", "if found > SCHEMA_VERSION:", "if False:")
+add(
+    "pairs are those of an interleaved rope",
+    "pairs[:, 1][self.fcs.long()]], dim=1)",
+    "pairs[:, 0][self.fcs.long()] + 1], dim=1)",
+)
+add(
+    "a rank gets the first heads' norms",
+    "self.norm[group * kv_heads.start : group * kv_heads.stop]",
+    "self.norm[: group * len(kv_heads)]",
+)
+add("magnitudes are not compared", "if not math.isclose(", "if False and not math.isclose(")
+add("numbers of KV heads are not compared", '    same("num_kv_heads", profile.num_kv_heads, num_kv_heads)\n', "")
+add("an FC may count twice", "unsorted = fcs[:, 1:] <= fcs[:, :-1]", "unsorted = fcs[:, 1:] < fcs[:, :-1]")
+add("infinities are numbers", "bad = ~value.isfinite()", "bad = value != value")
+add("forced tokens may exceed the budget", "if self.n_sink + self.n_recent > self.n_fac:", "if False:")
+add("FCs may share a dim", "if dim in owner:", "if False:")
+add("a layer may be listed twice", "if layer.layer in first:", "if False:")
+
+add = breaks("profiles/files.py", FILES)
+add("a key may stand twice in a file", "if len(found) < len(items):", "if False:")
+add("files of any size are read", "if facts.st_size > limit:", "if False:")
+
+add = breaks("fasa_compile/fingerprint.py", FINGERPRINT)
+add("values do not count", "            values.update(sample)", "            pass")
+add("names and shapes do not count", "return a[:2] == b[:2] and (", "return (")
+
+# ---- calibration ------------------------------------------------------------------------------------------------------
+
+add = breaks("fasa_compile/calibration.py", TRIALS_MISC, HAZARDS)
+add(
+    "calibration leaves a model's forward changed",
+    "        if own is not None:\n            model.forward = own",
+    "        if own is not None:\n            pass",
+)
+add(
+    "padding is calibrated on",
+    "    if mask is None:\n        return q, k[:, :, :L]",
+    "    if True:\n        return q, k[:, :, :L]",
+)
+add("all rows have the first one's mask", "mask[row if mask.shape[0] > 1 else 0]", "mask[0]")
+add("layers that could not be read are forgotten", '{"uncalibrated": unread}', "{}", TRIALS_MISC)
+add("a text that did not reach a layer is no error", "                if unseen:\n", "                if False:\n")
+add(
+    "the scale and soft cap of scores are ignored",
+    "update(one_q, one_k, site.scale, None, site.softcap)",
+    "update(one_q, one_k, 1.0, None, 0.0)",
+)
+
+add = breaks("fasa_compile/calibration_stats.py", STATS)
+add("moments are merged without the means' distance", " + delta.square() * (self.n * other.n / n),", ",")
+add(
+    "the spread is upside down",
+    "(_floored(total.key_variance().sqrt()) / _floored(total.query_square().sqrt())).sqrt()",
+    "(_floored(total.query_square().sqrt()) / _floored(total.key_variance().sqrt())).sqrt()",
+)
+add("the norm grows with the context", " - (sample.q_at + 1).double().log()).sum(1)", ").sum(1)")
+add("the centre is zero", "centre = self.key_mean().float().cpu()\n", "centre = self.key_mean().float().cpu() * 0\n")
+add(
+    "a soft cap is applied to centred scores",
+    "torch.tanh((scores + shift) / sample.softcap)",
+    "torch.tanh(scores / sample.softcap)",
+)
+add(
+    "groups of heads are strided",
+    "q = sample.q[h * group : (h + 1) * group].double()",
+    "q = sample.q[h :: len(sample.k)].double()",
+)
+add(
+    "the worst FCs are chosen",
+    "return score.sort(dim=1, descending=True, stable=True).indices",
+    "return score.sort(dim=1, stable=True).indices",
+)
+
+add = breaks("fasa_compile/calibration_budgets.py", BUDGETS)
+add(
+    "the layer that gains least gets more",
+    "given[max(open_to_more, key=gain)] += STEP",
+    "given[min(open_to_more, key=gain)] += STEP",
+)
+add("no gain is seen behind a plateau", "AHEAD = (1, 2, 4, 8)", "AHEAD = (1,)")
+
+add = breaks("fasa_compile/cost.py", COST)
+add("values cost nothing to read", "_row = (_d + _dv) * _item", "_row = _d * _item")
+add("packing anew costs nothing", "            gain -= c.dense_rate * bytes_of(PACK_BYTES) / shape.L\n", "")
+add("a step has one launch less", "SPARSE_LAUNCHES = sympy.Integer(4)", "SPARSE_LAUNCHES = sympy.Integer(3)")
+
+add = breaks("fasa_compile/counters.py", REPORT)
+add("counters of declined sites outlive a reset", "        _declined.clear()\n", "")
