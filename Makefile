@@ -102,6 +102,11 @@ zoo: $(VENV)-zoo/zoo.stamp ## every causal-LM architecture of transformers, and 
 	@mkdir -p docs build
 	@$(BIN)/python tests/zoo/run_zoo.py --jobs $(WORKERS) --out build/zoo.json --table docs/coverage.md $(ZOO_ARGS)
 
+.PHONY: mutants
+mutants: $(VENV)/dev.stamp ## breaks the package in more than 200 ways and shows which test notices each (half an hour of CPU time)
+	@$(BIN)/python tests/mutation/run_mutants.py $(MUTANT_ARGS); rc=$$?; \
+		$(BIN)/python tests/mutation/run_mutants.py --table docs/mutations.md && exit $$rc
+
 # Installs nothing: it runs with the interpreter that has a CUDA torch and pytest, on this checkout.
 test-gpu: ## the tests that need a CUDA device, with $(PYTHON) as it is
 	$(call bounded,bash -c '. tests/gpu/path.sh && exec $(PYTHON) -P -m pytest -q -m gpu tests/gpu $(PYTEST_ARGS)')

@@ -22,6 +22,7 @@ from fasa_compile.capture import Shadow, capture, enclosing_modules, has_module,
 from fasa_compile.counters import count, decline
 from fasa_compile.dump import dump
 from fasa_compile.errors import FasaError, FasaWarning, NoSitesError, ProfileError
+from fasa_compile.fallback import Fallback, inputs_to_save
 from fasa_compile.fingerprint import same_weights, weights_fingerprint
 from fasa_compile.match import match
 from fasa_compile.patterns import attention
@@ -212,9 +213,15 @@ class FasaBackend:
         dump(gm, shadow, planned, rewritten)
         self._note(planned, decode=planned.decode or _decodes(nodes), seconds=seconds)
         if shadow is not None and rewritten is not None and compiled is not None:
-            steps = "sparse_steps" if planned.sparse else "dense_steps"
+            number = len(self.graphs) - 1
             return Runtime(
-                compiled, rewritten.extra, sorted(shadow.relied), example_inputs, counter=steps, audit=self.audit
+                compiled,
+                rewritten.extra,
+                sorted(shadow.relied),
+                example_inputs,
+                counter="sparse_steps" if planned.sparse else "dense_steps",
+                audit=self.audit,
+                fallback=Fallback(gm.forward, inputs_to_save(shadow), lambda p: self._step_failed(number, planned, p)),
             )
         return counted(inner(gm, example_inputs), "dense_steps")
 
@@ -304,6 +311,24 @@ class FasaBackend:
         for decision in planned.rewritten:
             planned = demote(planned, decision.site.index, reason, detail)
         return planned
+
+    def _step_failed(self, number: int, planned: Plan, problem: Exception) -> None:
+        """A rewritten graph failed before or in its first step: says so in ``explain()`` and ``stats()``, or raises."""
+        if self.strict:
+            raise problem
+        lost = len(planned.rewritten), len(planned.rewritten) - len(planned.sparse)
+        detail = f"{type(problem).__name__}: {problem}"
+        log.warning("a rewritten graph failed in its first step: %s", detail, exc_info=problem)
+        for decision in planned.rewritten:
+            planned = demote(planned, decision.site.index, "step-failed", detail)
+            decline("step-failed")
+        count("rewritten_sites", -lost[0])
+        count("dense_kernel_sites", -lost[1])
+        self.graphs[number] = replace(self.graphs[number], decisions=planned.decisions)
+        self._warn(
+            f"the first step of a rewritten graph failed ({detail}). The model's own graph ran it and runs all later ones, dense and "
+            "not compiled; torch._dynamo.reset() has it all compiled again. strict=True raises instead."
+        )
 
     def _fall_back(self, what: str, problem: Exception) -> None:
         if self.strict or isinstance(problem, _NOT_SWALLOWED):

@@ -39,6 +39,7 @@ WHY_DENSE: dict[str, str] = {
     "no-triton": "the GPU kernels need the package triton, which cannot be imported here",
     "capture-failed": "the graph could not be traced functionally (kept as the detail)",
     "rewrite-failed": "rewriting this graph raised an error (kept as the detail); the graph was left untouched",
+    "step-failed": "the rewritten graph failed before or in its first step (kept as the detail); the model's own graph took over",
 }
 
 #: How the packed FC cache of a site is kept: in step with the model's own cache write, made anew from K in every step, or

@@ -9,6 +9,7 @@ anew every time. Packed caches are kept per K tensor, so that two caches used in
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -20,12 +21,15 @@ import torch
 from fasa_compile.audit import Audit
 from fasa_compile.counters import count
 from fasa_compile.errors import FasaError
+from fasa_compile.fallback import Fallback, copies, put_back
 from fasa_compile.plan import Decision
 from fasa_compile.rewrite import AUDIT_ROLES, STATE_ROLES, ExtraInput
 from fasa_compile.sites import AttentionSite
 from fasa_compile.triton_kernels import ops
 from fasa_compile.triton_kernels.formats import fc_cache_spec
 
+# Errors inside a graph that the model's own graph would have too, or that somebody must hear of.
+_RAISED = (MemoryError, torch.OutOfMemoryError, FasaError)
 _UNTRACKED = -1  # no write count can vouch for this packed cache: make it anew every step
 
 
@@ -144,7 +148,8 @@ class Runtime:
     """What a backend returns to Dynamo for a rewritten graph: called with the graph's inputs, returns its outputs.
 
     One step at a time runs under a lock, since the step reads and writes the packed caches. After an exception they count as
-    unknown and are made anew from K.
+    unknown and are made anew from K. Where packing or the graph's first step fails, the model's own graph runs that step and all
+    later ones (``fallback``); an interrupt, an error of memory inside the graph and a failure in a later step are raised.
     """
 
     def __init__(
@@ -156,11 +161,16 @@ class Runtime:
         *,
         counter: str = "sparse_steps",
         audit: int = 0,
+        fallback: Fallback | None = None,
     ) -> None:
         self._compiled = compiled
+        self._fallback = fallback
+        self._gave_up = False  # whether the model's own graph has taken over
+        self._ran = False  # whether the rewritten graph has run to its end once
         self._counter = counter
         self._relied = [_Number(i, example_inputs[i]) for i in relied if isinstance(example_inputs[i], torch.Tensor)]
         self._lock = threading.Lock()
+        _live.add(self)
         self._keepers: list[_Keeper] = []
         self._extra: list[torch.Tensor | None] = []  # constants of the profile, and what the keepers bind
         self._cuda = any(item.fake.is_cuda for item in extra)
@@ -193,22 +203,24 @@ class Runtime:
 
     def __call__(self, *arguments: Any) -> Any:
         with self._lock:
+            if self._gave_up:
+                return self._dense(arguments)
             for number in self._relied:
                 number.check(arguments)
             capturing = self._cuda and torch.cuda.is_current_stream_capturing()
-            for keeper in self._keepers:
-                k = arguments[keeper.k_input]
-                packed = keeper.current
-                if packed is None or capturing or not packed.agrees(k):
-                    packed = keeper.caches.get(id(k))
-                    if packed is None or capturing or not packed.agrees(k):
-                        packed = keeper.refresh(k, capturing=capturing)
-                    keeper.bind(packed)
+            try:
+                self._bind(arguments, capturing)
+            except Exception as problem:  # the graph has not begun, so nothing needs to be put back
+                return self._give_up(problem, arguments, {} if not capturing else None)
+            saved = self._copies(arguments) if not self._ran and not capturing else None
             try:
                 result = self._compiled(*arguments, *self._extra)
-            except BaseException:
+            except BaseException as problem:
                 self._distrust()
-                raise
+                if not isinstance(problem, Exception) or isinstance(problem, _RAISED):
+                    raise
+                return self._give_up(problem, arguments, saved)
+            self._ran = True
             for keeper in self._keepers:
                 packed = keeper.current
                 if packed is not None and not packed.frozen:
@@ -217,6 +229,40 @@ class Runtime:
                 self._audit.run(self._canonical)
             count(self._counter)
             return result
+
+    def _bind(self, arguments: Sequence[Any], capturing: bool) -> None:
+        """Binds a packed cache that agrees with K to every site."""
+        for keeper in self._keepers:
+            k = arguments[keeper.k_input]
+            packed = keeper.current
+            if packed is None or capturing or not packed.agrees(k):
+                packed = keeper.caches.get(id(k))
+                if packed is None or capturing or not packed.agrees(k):
+                    packed = keeper.refresh(k, capturing=capturing)
+                keeper.bind(packed)
+
+    def _copies(self, arguments: Sequence[Any]) -> dict[int, torch.Tensor] | None:
+        """Of what the graph's first step may change for good; None where that is not known or too much."""
+        if self._fallback is None or self._fallback.saved is None:
+            return None
+        return copies(arguments, self._fallback.saved)
+
+    def _give_up(self, problem: Exception, arguments: Sequence[Any], saved: dict[int, torch.Tensor] | None) -> Any:
+        """Runs the step, and all later ones, as the model's own graph does; raises ``problem`` where that is not possible."""
+        if self._fallback is None or saved is None:
+            raise problem
+        self._fallback.report(problem)
+        put_back(arguments, saved)
+        self._gave_up = True
+        for keeper in self._keepers:
+            keeper.caches.clear()
+            keeper.bind(None)
+        return self._dense(arguments)
+
+    def _dense(self, arguments: Sequence[Any]) -> Any:
+        assert self._fallback is not None
+        count("dense_steps")
+        return self._fallback.dense(*arguments)
 
     def _canonical(self, keeper_index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """``(k, data, meta)`` of a keeper, as its last step left them."""
@@ -235,6 +281,21 @@ class Runtime:
         """Have every packed cache made anew from K in the next step."""
         with self._lock:
             self._distrust()
+
+
+_live: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+def _in_a_forked_child() -> None:
+    """Another thread's step, whose lock this process has a copy of, does not exist here: its lock is nobody's, its state unknown."""
+    for runtime in _live:
+        if runtime._lock.locked():
+            runtime._lock = threading.Lock()
+            runtime._distrust()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_a_forked_child)
 
 
 def profile_constant(decision: Decision, role: str) -> torch.Tensor:

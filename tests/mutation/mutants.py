@@ -12,6 +12,7 @@ PARITY, STATE = "end_to_end/test_parity.py", "end_to_end/test_state.py"
 HAZARDS, BAD_INPUT = "end_to_end/test_hazards.py", "end_to_end/test_bad_input.py"
 TRIALS_CACHE, TRIALS_ATTENTION = "end_to_end/test_trials_cache.py", "end_to_end/test_trials_attention.py"
 TRIALS_MISC, AUDIT = "end_to_end/test_trials_misc.py", "end_to_end/test_audit.py"
+FAULTS = "end_to_end/test_faults.py"
 DENSE_MODE, REPORT = "end_to_end/test_dense_mode.py", "end_to_end/test_report.py"
 REFERENCE, INTERPRETER, OPS = "kernels/test_reference.py", "kernels/test_interpreter.py", "kernels/test_ops.py"
 ROPE, ATTENTION, CACHE, GRAPH = (f"match/test_{name}.py" for name in ("rope", "attention", "cache", "graph"))
@@ -484,9 +485,10 @@ add(
 )
 add(
     "packed caches are trusted after an exception",
-    "                self._distrust()\n                raise",
-    "                raise",
+    "            except BaseException as problem:\n                self._distrust()\n",
+    "            except BaseException as problem:\n",
     f"{STATE}::test_an_interrupted_step_leaves_no_trust_behind",
+    FAULTS,
 )
 add(
     "the memory of the last threshold outlives a prompt",
@@ -532,6 +534,46 @@ add(
     "packed = self.caches.get(id(k))\n        stale = packed is None or packed.key() is not k or",
     "packed = self.current or self.caches.get(id(k))\n        stale = packed is None or",
     STATE,
+)
+
+add(
+    "what a failed step changed is not put back",
+    "        put_back(arguments, saved)\n",
+    "",
+    f"{FAULTS}::test_what_a_failed_step_changed_is_put_back",
+)
+add(
+    "an interrupted step is run again",
+    "if not isinstance(problem, Exception) or isinstance(problem, _RAISED):",
+    "if False:",
+    f"{FAULTS}::test_a_step_that_broke_off_can_be_made_again",
+)
+add(
+    "any step may be run again",
+    "saved = self._copies(arguments) if not self._ran and not capturing else None",
+    "saved = self._copies(arguments)",
+    f"{FAULTS}::test_a_step_that_broke_off_can_be_made_again",
+)
+add(
+    "a forked process waits for its parent's thread",
+    "        if runtime._lock.locked():\n            runtime._lock = threading.Lock()\n",
+    "        if runtime._lock.locked():\n",
+    f"{FAULTS}::test_a_forked_process_goes_on_where_its_parent_was",
+)
+
+add = breaks("fasa_compile/fallback.py", FAULTS)
+add("a cache of any size is copied", "return tuple(kept) if size <= LARGEST_COPY else None", "return tuple(kept)")
+add(
+    "inputs that share memory may be written twice",
+    "if any(shadow.overlaps_a_written_input(i)",
+    "if False and any(shadow.overlaps_a_written_input(i)",
+)
+add("an index_put that adds may be made twice", "any(user.args[3:])", "False")
+add("rows may be told by what the graph writes", " or _rows_told_by(shadow.inputs[i]) & moving]", "]")
+add(
+    "whatever reads a cache may read it before the write",
+    "        else:\n            return None\n    return found\n\n\ndef _made_of",
+    "    return found\n\n\ndef _made_of",
 )
 
 add = breaks("fasa_compile/audit.py", AUDIT)
