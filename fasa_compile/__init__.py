@@ -12,18 +12,15 @@ from fasa_compile.errors import (
     FasaError,
     FasaWarning,
     NoSitesError,
-    OffloadError,
     ProfileError,
 )
 
 if TYPE_CHECKING:
     from fasa_compile.backend import FasaBackend, explain, fasa_backend
     from fasa_compile.calibration import calibrate
-    from fasa_compile.offload import offloaded_cache, staged
     from fasa_compile.profiles.files import load_profile
     from fasa_compile.profiles.schema import FCProfile
     from fasa_compile.report import Report
-    from fasa_compile.static_cache import FasaStaticCache
 
 __version__ = "0.1.0"
 
@@ -32,9 +29,6 @@ _LAZY = {
     "explain": "fasa_compile.backend",
     "fasa_backend": "fasa_compile.backend",
     "calibrate": "fasa_compile.calibration",
-    "offloaded_cache": "fasa_compile.offload",
-    "staged": "fasa_compile.offload",
-    "FasaStaticCache": "fasa_compile.static_cache",
     "FCProfile": "fasa_compile.profiles.schema",
     "load_profile": "fasa_compile.profiles.files",
     "Report": "fasa_compile.report",
@@ -46,19 +40,15 @@ __all__ = [
     "FCProfile",
     "FasaBackend",
     "FasaError",
-    "FasaStaticCache",
     "FasaWarning",
     "NoSitesError",
-    "OffloadError",
     "ProfileError",
     "Report",
     "calibrate",
     "explain",
     "fasa_backend",
     "load_profile",
-    "offloaded_cache",
     "reset_stats",
-    "staged",
     "stats",
 ]
 

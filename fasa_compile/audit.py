@@ -90,7 +90,8 @@ def lost_mass(watched: _Watched, k: Tensor, data: Tensor, meta: Tensor, head: in
     G, head = watched.q.shape[1] // Hkv, head % Hkv
     one, group = slice(head, head + 1), slice(head * G, (head + 1) * G)
     q, k = watched.q[:, group], k[:, one]
-    c = {name: value[group if name == "norm" else one] for name, value in watched.constants.items()}
+    per_query_head = ("norm", "slopes")
+    c = {name: value[group if name in per_query_head else one] for name, value in watched.constants.items()}
     key = reference.tip_keys(
         q,
         k,
@@ -107,6 +108,7 @@ def lost_mass(watched: _Watched, k: Tensor, data: Tensor, meta: Tensor, head: in
         softcap=site.softcap,
         fmt=watched.decision.fc_format,
         reduction=watched.decision.reduction,
+        slopes=c.get("slopes"),
     )  # [B, 1, L]
     chosen = torch.zeros_like(key, dtype=torch.bool).scatter_(-1, key.topk(min(budget.n_fac, L), dim=-1).indices, True)
     scores = reference.capped(

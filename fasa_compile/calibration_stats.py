@@ -25,7 +25,7 @@ METHODS = ("score_variance", "contextual_agreement", "greedy_mass")
 CHUNK = 1024  # tokens whose float64 copy is alive at a time
 MAX_TEXTS = 4  # texts sampled; later ones replace earlier ones with the chance that makes every text as likely
 MAX_QUERIES = 256  # over all sampled texts
-MAX_QUERIES_PER_TEXT = 64
+RANKING_QUERIES = 64  # of one text, that contextual agreement and greedy_mass rank by
 MAX_KEYS = 4096  # over all sampled texts: one text of up to this length is kept whole
 SINKS = 16  # first keys of a text, never thinned out: few, and they carry most of the mass
 GREEDY_QUERIES = 16  # greedy_mass weighs every FC at every step, so it sees a part of the sample
@@ -34,6 +34,9 @@ GREEDY_FORCED = (4, 16)  # first and last keys that every selection has anyway, 
 
 #: A dim whose keys' deviation, or queries' rms, is below this share of its head's largest is taken at that share.
 FLOOR = 1e-4
+
+#: Penalties of the normaliser's ridge regression, as shares of the mean eigenvalue.
+RIDGES = (1e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
 
 
 @dataclass(frozen=True)
@@ -233,7 +236,7 @@ class LayerStats:
         t, length = q.shape[1], k.shape[1]
         q_at = torch.arange(length - t, length)
         later = (q_at >= length // 2).nonzero().flatten()
-        pick = later[_spread_out(len(later), min(len(later), MAX_QUERIES_PER_TEXT))]
+        pick = later[_spread_out(len(later), min(len(later), MAX_QUERIES))]
         sample = _Sample(
             q=q[:, pick.to(q.device)].to(self.device),
             k=k,  # a view until it is thinned
@@ -322,11 +325,10 @@ class LayerStats:
         if method == "score_variance":
             return by_energy
         centre, pairs = self.key_mean(), self.rope.pairs
-        if method == "contextual_agreement":
-            return _best_first(
-                torch.stack([_agreement(_half_of(s, half), centre, pairs, top) for s in self._samples]).sum(0)
-            )
         thin, texts = torch.Generator().manual_seed(0), len(self._samples)
+        if method == "contextual_agreement":
+            samples = [_half_of(s.thinned(RANKING_QUERIES, MAX_KEYS, thin), half) for s in self._samples]
+            return _best_first(torch.stack([_agreement(s, centre, pairs, top) for s in samples]).sum(0))
         samples = [
             _half_of(s.thinned(max(GREEDY_QUERIES // texts, 2), max(GREEDY_KEYS // texts, 2 * SINKS), thin), half)
             for s in self._samples
@@ -369,6 +371,7 @@ class LayerStats:
         centre = self.key_mean().float().cpu()
         pairs = torch.tensor(self.rope.pairs, device=fcs.device)
         dims = torch.cat([pairs[:, 0][fcs], pairs[:, 1][fcs]], dim=1)  # [Hkv, W]
+        norm, affine = _normalisers(self._samples, centre.to(self.device, torch.float64), dims)
         return LayerProfile(
             layer=name,
             num_heads=self.num_heads,
@@ -379,7 +382,8 @@ class LayerStats:
             fcs=fcs.to("cpu", torch.int32),
             centre=centre,
             spread=self._spread().float().cpu(),
-            norm=_norm(self._samples, centre.to(self.device, torch.float64), dims).float().cpu(),
+            norm=norm.float().cpu(),
+            affine=affine.float().cpu(),
             stats={
                 "tokens": float(self.tokens),
                 # A head whose rotated dims never vary loses nothing by any choice.
@@ -511,14 +515,47 @@ class _GreedyText:
         return (self.true * kept).sum((1, 2), dtype=torch.float64)
 
 
-def _norm(samples: list[_Sample], centre: Tensor, dims: Tensor) -> Tensor:
-    """float64 ``[Hq]``: mean over sampled queries of logsumexp of the centred scores over ``dims [Hkv, W]``, less log(keys seen)."""
-    constants = []
-    for h in range(len(dims)):
-        total = torch.zeros((), dtype=torch.float64, device=centre.device)
-        for sample in samples:
+def _normalisers(samples: list[_Sample], centre: Tensor, dims: Tensor) -> tuple[Tensor, Tensor]:
+    """``norm`` float64 ``[Hq]`` and ``affine [Hq, 1 + D]`` of ``LayerProfile``: what a query's log-sum-exp of centred scores over
+    ``dims [Hkv, W]``, less log(keys seen), is on average over the sampled queries, and as an affine function of the query."""
+    group = samples[0].q.shape[0] // len(dims)
+    columns = dims.repeat_interleave(group, 0)[:, None, :]  # [Hq, 1, W]
+    queries, sums = [], []
+    for sample in samples:
+        weights, seen = sample.log_weights(), (sample.q_at + 1).double().log()
+        for_text = []
+        for h in range(len(dims)):
             q, k = _grouped(sample, h, centre)
-            scores = q[..., dims[h]] @ k[:, dims[h]].T + sample.log_weights()  # [G, nq, nk]
-            total = total + (scores.logsumexp(-1).double() - (sample.q_at + 1).double().log()).sum(1)
-        constants.append(total / sum(len(sample.q_at) for sample in samples))
-    return torch.cat(constants)
+            scores = q[..., dims[h]] @ k[:, dims[h]].T + weights  # [G, nq, nk]
+            for_text.append(scores.logsumexp(-1).double() - seen)
+        sums.append(torch.cat(for_text))  # [Hq, nq]
+        q = sample.q.double() * sample.scale
+        queries.append(q.gather(2, columns.expand(-1, q.shape[1], -1)))
+    x, y = torch.cat(queries, 1), torch.cat(sums, 1)  # [Hq, n, W], [Hq, n]
+    level = y.mean(1)
+    slopes = _ridge(x - x.mean(1, keepdim=True), y - level[:, None])  # [Hq, W]
+    affine = level.new_zeros(len(level), 1 + samples[0].q.shape[2])
+    affine[:, 0] = level - (x.mean(1) * slopes).sum(1)
+    affine[:, 1:].scatter_(1, columns[:, 0], slopes)
+    return level, affine
+
+
+def _ridge(x: Tensor, y: Tensor) -> Tensor:
+    """``[H, W]``: the slopes of ``y [H, n]`` in ``x [H, n, W]`` (both centred, float64), by ridge regression.
+
+    A row's penalty is that of ``RIDGES`` with the least generalised cross-validation error (Golub, Heath and Wahba 1979), or
+    infinite, which gives zeros.
+    """
+    n = x.shape[1]
+    values, vectors = torch.linalg.eigh(x.transpose(1, 2) @ x)  # [H, W], [H, W, W]
+    values = values.clamp(min=0)
+    along = (vectors.transpose(1, 2) @ (x.transpose(1, 2) @ y[..., None]))[..., 0]  # [H, W]
+    penalty = values.mean(1, keepdim=True) * torch.tensor(RIDGES, dtype=x.dtype, device=x.device)[:, None, None]
+    shrunk = torch.where(values + penalty > 0, along / (values + penalty), 0.0)  # [ridges, H, W]
+    left = (y[..., None] - x @ (vectors @ shrunk[..., None])[..., 0].movedim(0, 2)).square().sum(1)  # [H, ridges]
+    freedom = torch.where(values + penalty > 0, values / (values + penalty), 0.0).sum(2).T  # [H, ridges]
+    error = left / (1 - (1 + freedom) / n).clamp(min=1e-6).square()
+    none = y.square().sum(1) / max(1 - 1 / n, 1e-6) ** 2
+    best, which = error.min(1)
+    slopes = (vectors @ shrunk[which, torch.arange(len(y), device=y.device)][..., None])[..., 0]
+    return torch.where((best < none)[:, None], slopes, 0.0)

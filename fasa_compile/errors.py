@@ -23,9 +23,5 @@ class CalibrationError(FasaError, RuntimeError):
     """Calibration data did not reach every layer, or held values no statistic can be made of."""
 
 
-class OffloadError(FasaError, RuntimeError):
-    """Memory for a KV cache on the host, or for its packed FC cache and hot buffer on the GPU, is not there or cannot be pinned."""
-
-
 class FasaWarning(UserWarning):
     """The package fell back to dense attention, or was asked for something that has no effect."""

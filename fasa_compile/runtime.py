@@ -19,16 +19,14 @@ from typing import Any
 import torch
 
 from fasa_compile.audit import Audit
-from fasa_compile.counters import count, watch_hot
+from fasa_compile.counters import count
 from fasa_compile.errors import FasaError
 from fasa_compile.fallback import Fallback, copies, put_back
-from fasa_compile.offload import pieces, rows_of
 from fasa_compile.plan import Decision
 from fasa_compile.rewrite import AUDIT_ROLES, STATE_ROLES, ExtraInput
 from fasa_compile.sites import AttentionSite
 from fasa_compile.triton_kernels import ops
 from fasa_compile.triton_kernels.formats import fc_cache_spec
-from fasa_compile.triton_kernels.hot_slots import ATTENDED, FETCHED, UNKEPT, hot_spec
 
 # Errors inside a graph that the model's own graph would have too, or that somebody must hear of.
 _RAISED = (MemoryError, torch.OutOfMemoryError, FasaError)
@@ -46,25 +44,9 @@ class PackedCache:
     address: int = 0  # K's data_ptr() then: assigning to K.data moves it without counting
     version: int = _UNTRACKED  # K._version at which data and meta agreed with K
     frozen: bool = False  # K may change without being counted: never trust ``version`` again
-    # A site whose K and V lie in host memory: its hot buffer, which holds rows of both, and V.
-    hot: torch.Tensor | None = None
-    tags: torch.Tensor | None = None
-    ledger: torch.Tensor | None = None
-    values: weakref.ref[torch.Tensor] | None = None
-    values_version: int = _UNTRACKED
 
     def agrees(self, k: torch.Tensor) -> bool:
-        if self.frozen or self.key() is not k or self.version != k._version or self.address != k.data_ptr():
-            return False
-        v = None if self.values is None else self.values()
-        return self.values is None or (v is not None and self.values_version == v._version)
-
-    def note(self, k: torch.Tensor) -> None:
-        """From now on it agrees with ``k``, as it is now."""
-        self.version = k._version
-        v = None if self.values is None else self.values()
-        if v is not None:
-            self.values_version = v._version
+        return not self.frozen and self.key() is k and self.version == k._version and self.address == k.data_ptr()
 
 
 class _Keeper:
@@ -113,13 +95,6 @@ class _Keeper:
         with torch.inference_mode(False):
             data, meta, hint = (torch.zeros(shape, dtype=dtype, device=k.device) for shape, dtype in spec)
         packed = PackedCache(weakref.ref(k, self._forget(id(k))), data, meta, hint, frozen=k.is_inference())
-        if self.decision.hot is not None:
-            D, Dv = (self.decision.site.shape[i] for i in (5, 6))  # type: ignore[union-attr]
-            with torch.inference_mode(False):
-                packed.hot, packed.tags, packed.ledger = (
-                    torch.zeros(shape, dtype=dtype, device=k.device)
-                    for shape, dtype in hot_spec(B, Hkv, self.decision.hot, D, Dv, k.dtype)
-                )
         self.caches[id(k)] = packed
         return packed
 
@@ -136,19 +111,12 @@ class _Keeper:
             packed.hint.zero_()
         packed.frozen |= capturing
         c = self.constants
-        if packed.tags is not None:
-            packed.tags.zero_()
-            rows = rows_of(k)
-            if rows is None or rows.values is None:
-                raise FasaError("a KV cache that lay in host memory when the model was compiled no longer does")
-            packed.values = rows.values
         with torch.no_grad():
-            for first, keys in pieces(canonical):
-                data, meta = torch.ops.fasa.pack(
-                    keys, c["dims"], c["centre"], c["spread"], self.decision.fc_format, ops.KERNEL_VERSION
-                )
-                packed.data[:, :, first : first + keys.shape[2]].copy_(data)
-                packed.meta[:, :, first : first + keys.shape[2]].copy_(meta)
+            data, meta = torch.ops.fasa.pack(
+                canonical, c["dims"], c["centre"], c["spread"], self.decision.fc_format, ops.KERNEL_VERSION
+            )
+            packed.data.copy_(data)
+            packed.meta.copy_(meta)
         packed.address = k.data_ptr()
         count("state_rebuilds")
         return packed
@@ -227,8 +195,6 @@ class Runtime:
                 value = profile_constant(decision, item.role).to(item.fake.device)
                 constants.setdefault(site.index, {})[item.role] = value
                 self._extra.append(value)
-        if any(keeper.decision.hot is not None for keeper in self._keepers):
-            watch_hot(self)
         self._audit = Audit(audit) if left else None
         for number, keeper in enumerate(self._keepers):
             found = left.get(keeper.decision.site.index)
@@ -258,7 +224,7 @@ class Runtime:
             for keeper in self._keepers:
                 packed = keeper.current
                 if packed is not None and not packed.frozen:
-                    packed.note(arguments[keeper.k_input])
+                    packed.version = arguments[keeper.k_input]._version
             if self._audit is not None and not capturing and self._audit.due():
                 self._audit.run(self._canonical)
             count(self._counter)
@@ -311,24 +277,6 @@ class Runtime:
             for packed in keeper.caches.values():
                 packed.version = _UNTRACKED
 
-    def hot_rows(self) -> list[tuple[str, int, int, int]]:
-        """Of each hot buffer: layer, tokens attended to, of these fetched from host memory, and of those without a slot; over all
-        steps of the caches that live. Waits for the device."""
-        found = []
-        for keeper in self._keepers:
-            for packed in list(keeper.caches.values()):
-                if packed.ledger is not None:
-                    sums = packed.ledger.sum((0, 1, 2), dtype=torch.int64).tolist()
-                    found.append((keeper.decision.site.layer, sums[ATTENDED], sums[FETCHED], sums[UNKEPT]))
-        return found
-
-    def forget_hot_counts(self) -> None:
-        """Set the hot buffers' counts to zero."""
-        for keeper in self._keepers:
-            for packed in list(keeper.caches.values()):
-                if packed.ledger is not None:
-                    packed.ledger[..., ATTENDED:].zero_()
-
     def invalidate(self) -> None:
         """Have every packed cache made anew from K in the next step."""
         with self._lock:
@@ -352,13 +300,17 @@ if hasattr(os, "register_at_fork"):
 
 def profile_constant(decision: Decision, role: str) -> torch.Tensor:
     """One of a layer profile's tensors as the kernels take it: ``dims`` int32 ``[Hkv, W]``, ``centre`` and ``spread`` float32
-    ``[Hkv, W]``, ``norm`` float32 ``[Hq]``. A fresh tensor each time: two graph inputs must never share memory."""
+    ``[Hkv, W]``, ``norm`` float32 ``[Hq]``, ``slopes`` float32 ``[Hq, W]``. A fresh tensor each time: two graph inputs must never share memory."""
     layer = decision.profile
     assert layer is not None
     if role == "dims":
         return layer.dims().clone()
     if role == "norm":
-        return layer.norm.clone()
+        return layer.normaliser(decision.reduction)[0].clone()
+    if role == "slopes":
+        slopes = layer.normaliser(decision.reduction)[1]
+        assert slopes is not None
+        return slopes
     centre, spread = layer.gathered()
     return (centre if role == "centre" else spread).clone()
 

@@ -49,7 +49,10 @@ ARRAYS: dict[str, tuple[torch.dtype, str]] = {
     "centre": (torch.float32, "F32"),
     "spread": (torch.float32, "F32"),
     "norm": (torch.float32, "F32"),
+    "affine": (torch.float32, "F32"),
 }
+#: Arrays that files of schema version 1 do not have.
+SINCE_2 = ("affine",)
 FP32_MAX = torch.finfo(torch.float32).max
 
 _PICKLE = "pickles are never loaded, since loading one runs code from it"
@@ -276,8 +279,9 @@ def build(document: Any, tensors: dict[str, Tensor] | None = None) -> schema.FCP
         budget = schema.Budget(**tokens)
     except BudgetError as error:
         raise ProfileError(f"budget: {error}") from None
+    old = d["schema_version"] < 2
     return schema.FCProfile(
-        layers=tuple(_layer(entry, i, tensors) for i, entry in enumerate(layers)),
+        layers=tuple(_layer(entry, i, tensors, SINCE_2 if old else ()) for i, entry in enumerate(layers)),
         budget=budget,
         fc_format=d["fc_format"],
         reduction=d["reduction"],
@@ -285,7 +289,6 @@ def build(document: Any, tensors: dict[str, Tensor] | None = None) -> schema.FCP
         model=facts,
         data=d["data"],
         stats=d["stats"],
-        schema_version=d["schema_version"],
     )
 
 
@@ -316,10 +319,12 @@ def _keys(value: Any, path: str, keys: tuple[str, ...]) -> dict[str, Any]:
     return value
 
 
-def _layer(value: Any, index: int, tensors: dict[str, Tensor] | None) -> schema.LayerProfile:
+def _layer(value: Any, index: int, tensors: dict[str, Tensor] | None, absent: tuple[str, ...]) -> schema.LayerProfile:
+    """One layer; arrays in ``absent`` get the schema's default."""
+    arrays = {name: dtype for name, (dtype, _) in ARRAYS.items() if name not in absent}
     own = ("layer", "num_heads", "num_kv_heads", "head_dim", "rope", "dense", "n_fac", "stats")
     path = f"layers[{index}]"
-    entry = dict(_keys(value, path, own if tensors is not None else (*own, *ARRAYS)))
+    entry = dict(_keys(value, path, own if tensors is not None else (*own, *arrays)))
     with _under(path):
         hq = whole(entry["num_heads"], "num_heads", 1, schema.MAX_HEADS)
         hkv = whole(entry["num_kv_heads"], "num_kv_heads", 1, schema.MAX_HEADS)
@@ -332,8 +337,9 @@ def _layer(value: Any, index: int, tensors: dict[str, Tensor] | None) -> schema.
             "centre": (hkv, dims),
             "spread": (hkv, dims),
             "norm": (hq,),
+            "affine": (hq, 1 + dims),
         }
-        for name, (dtype, _) in ARRAYS.items():
+        for name, dtype in arrays.items():
             if tensors is None:
                 entry[name] = _array(entry[name], name, shapes[name], dtype)
             elif f"layers.{index}.{name}" in tensors:

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     from fasa_compile.sites import Rope
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 FC_FORMATS = ("fp32", "bf16", "fp16", "fp8", "int8", "int4")
-REDUCTIONS = ("static", "softmax_sum", "max")
+REDUCTIONS = ("static", "affine", "softmax_sum", "max")
 
 MAX_LAYERS = 1024
 MAX_HEADS = 1024
@@ -268,6 +268,8 @@ class LayerProfile:
     ``norm``    fp32 ``[Hq]``: c_h of the single-pass group reduction, ``sum_h exp(s_h - a_h)`` with ``a_h = c_h + scale * q.centre``;
                 on centred keys that is ``exp(s'_h - c_h)``. c_h is the mean log-sum-exp of the scores over the dominant dims, less
                 log(number of visible tokens); scores in nats
+    ``affine``  fp32 ``[Hq, 1 + D]``: the same normaliser fitted to the query, ``a'_h = affine[h, 0] + scale * q . affine[h, 1:]`` on centred
+                keys, zero outside the dominant dims. ``None`` stands for ``norm`` with slopes of zero
     ``n_fac``   the layer's own budget; ``None`` takes the profile's
     ``stats``   floats for people: captured energy, stability
 
@@ -286,6 +288,7 @@ class LayerProfile:
     norm: Tensor
     n_fac: int | None = None
     stats: dict[str, float] = field(default_factory=dict)
+    affine: Tensor = field(default=None)  # type: ignore[assignment]  # made from norm where None
 
     def __post_init__(self) -> None:
         text(self.layer, "layer")
@@ -308,6 +311,9 @@ class LayerProfile:
             h, i = _first(bad)
             raise FieldError(f"spread[{h}][{i}]", "a positive number", str(self.spread[h, i].item()))
         _array(self.norm, "norm", (hq,), torch.float32)
+        if self.affine is None:
+            object.__setattr__(self, "affine", torch.cat([self.norm[:, None], self.norm.new_zeros(hq, d)], 1))
+        _array(self.affine, "affine", (hq, 1 + d), torch.float32)
         if not isinstance(self.stats, Mapping):
             raise FieldError("stats", "a dict of floats", shown(self.stats))
         stats = {text(k, "stats key"): number(v, f"stats.{k}") for k, v in self.stats.items()}
@@ -346,6 +352,17 @@ class LayerProfile:
         dims = self.dims().long()
         return self.centre.gather(1, dims), self.spread.gather(1, dims)
 
+    def normaliser(self, reduction: str) -> tuple[Tensor, Tensor | None]:
+        """``(norm fp32 [Hq], slopes)`` as ``triton_kernels`` takes them; ``slopes`` fp32 ``[Hq, W]``, for ``(q * spread)[dims]``,
+        where ``reduction`` is ``affine``, else None."""
+        if reduction != "affine":
+            return self.norm, None
+        group = self.num_heads // self.num_kv_heads
+        dims = self.dims().long().repeat_interleave(group, 0)
+        return self.affine[:, 0].contiguous(), self.affine[:, 1:].gather(1, dims) / self.spread.repeat_interleave(
+            group, 0
+        ).gather(1, dims)
+
     def slice_heads(self, kv_heads: range) -> LayerProfile:
         """The layer as one tensor-parallel rank sees it: these KV heads and the query heads that read them.
 
@@ -374,6 +391,7 @@ class LayerProfile:
             centre=self.centre[kv].clone(),
             spread=self.spread[kv].clone(),
             norm=self.norm[group * kv_heads.start : group * kv_heads.stop].clone(),
+            affine=self.affine[group * kv_heads.start : group * kv_heads.stop].clone(),
         )
 
     def __eq__(self, other: object) -> bool:

@@ -28,7 +28,7 @@ import torch
 FCFormat = Literal["fp32", "bf16", "fp16", "fp8", "int8", "int4"]
 FORMATS: tuple[str, ...] = get_args(FCFormat)
 
-Reduction = Literal["static", "softmax_sum", "max"]
+Reduction = Literal["static", "affine", "softmax_sum", "max"]
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 
 Spec = tuple[tuple[Any, ...], torch.dtype]

@@ -30,17 +30,18 @@ def _code(y, step):
 
 @triton.jit
 def query_kernel(
-    q, k, dims, centre, spread, slots, data, meta, query, factors, sums, bins,
+    q, k, dims, centre, spread, slots, data, meta, query, factors, sums, bins, norm, slopes, levels,
     stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd, stride_slots,
     L, n_slots, scale,
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, COLUMNS: tl.constexpr, META: tl.constexpr,
     W: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, FMT: tl.constexpr, LIMIT: tl.constexpr,
     HAS_SLOTS: tl.constexpr, BLOCK_W: tl.constexpr, HALVES: tl.constexpr, BINS: tl.constexpr,
-    EARLY: tl.constexpr,
+    HAS_NORM: tl.constexpr, AFFINE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * HKV, 1), or (B * HKV, 2) with slots: the second half refreshes them. Writes ``query [rows, 2, GP, BLOCK_W]`` (zero padded; the second half is int4's high nibbles),
     ``factors [rows, GP]``, what turns a dot into a score, and ``sums [rows, GP]``, the codes' sums (integer formats). HALVES: e4m3 numbers are written as fp16, divided by 512. Clears
-    ``bins [rows, BINS]`` for the counts that follow."""
+    ``bins [rows, BINS]`` for the counts that follow. AFFINE: ``levels [rows, G]`` are what is taken from each head's scores,
+    ``norm [HKV * G]`` and the query's dot with ``slopes [HKV * G, W]``."""
     wait_for_predecessor(EARLY)
     admit_successor(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -64,6 +65,16 @@ def query_kernel(
         hi = _scaled(q_rows, (dims + h * W + HALF + w)[None, :], (spread + h * W + HALF + w)[None, :],
                      (g < G)[:, None] & (HALF + w < W)[None, :], stride_qd)  # fmt: skip
         largest = tl.maximum(largest, tl.max(tl.abs(hi), axis=1))
+    if AFFINE:
+        s_at = slopes + (h * G + g[:, None]) * W + w[None, :]
+        level = tl.sum(lo * tl.load(s_at, mask=(g < G)[:, None] & (w < END)[None, :], other=0.0), axis=1)
+        if INT4:
+            upper = tl.load(s_at + HALF, mask=(g < G)[:, None] & (HALF + w < W)[None, :], other=0.0)
+            level += tl.sum(hi * upper, axis=1)
+        level = level * scale
+        if HAS_NORM:
+            level += tl.load(norm + h * G + g, mask=g < G, other=0.0)
+        tl.store(levels + row * G + g, level, mask=g < G)
     largest = tl.where(largest == 0.0, 1.0, largest)
     at = query + (row * 2 * GP + g[:, None]) * BLOCK_W + w[None, :]
     factor = tl.full((GP,), scale, tl.float32)

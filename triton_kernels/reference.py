@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from .formats import INFO, REDUCTIONS, check_format
-from .hot_slots import rows_through_
 
 _FLOAT_MAX = torch.finfo(torch.float32).max
 
@@ -176,8 +175,7 @@ def sparse_decode(
     sinks: Tensor | None = None,
     fmt: str = "int4",
     reduction: str = "static",
-    hot: tuple[Tensor, Tensor, Tensor] | None = None,
-    written: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """One decode step of FASA: TIP scores every cached token, the best ``n_fac`` per KV head are attended to exactly.
 
@@ -189,11 +187,12 @@ def sparse_decode(
 
     The score of query head h is ``softcap(scale * (q * spread)[dims] . x) + additive mask``; q is rounded as the format
     asks (``_tip_scores``). The group's one key per token is ``log sum_h exp(s_h - norm_h)`` ("static"), the same with
-    ``norm_h`` the log-sum-exp of ``s_h`` over the valid tokens ("softmax_sum") or ``max_h (s_h - norm_h)`` ("max").
+    ``norm_h`` the log-sum-exp of ``s_h`` over the valid tokens ("softmax_sum") or ``max_h (s_h - norm_h)`` ("max"). "affine" is
+    "static" with ``norm_h + scale * (q * spread)[dims] . slopes_h``, ``slopes [Hq, W]`` fp32, the query unrounded; without
+    ``data`` it is "static".
     Selected, per KV head: ``min(n_fac, valid)`` tokens; the first ``n_sink`` positions from the row's first valid token and
     the ``n_recent`` positions before its last are in, the rest are the highest keys; ties go to the lower index and NaN
-    ranks lowest. A row that no head may attend anywhere yields zeros. ``hot`` and ``written``: K and V rows are read through a hot
-    buffer (``hot_slots``), which changes no result.
+    ranks lowest. A row that no head may attend anywhere yields zeros.
 
     Raises ``ValueError`` for an unknown format or reduction, or ``n_sink + n_recent > n_fac``.
     """
@@ -207,22 +206,20 @@ def sparse_decode(
     G = Hq // Hkv
     allowed, bias, bounds = _per_head_mask(mask, bounds, B, Hkv, G, L, q.device)
     qg = q.reshape(B, Hkv, G, D).float()
+    level = _level(qg, dims, spread, norm, slopes, scale, reduction)
     key = _keys(
-        qg, k, data, meta, dims, spread, norm, allowed, bias, bounds, scale, n_sink, n_recent, softcap, fmt, reduction
+        qg, k, data, meta, dims, spread, level, allowed, bias, bounds, scale, n_sink, n_recent, softcap, fmt, reduction
     )
     chosen = _top(key, n_fac)  # [B, Hkv, n_fac], indices below L + n_fac
     index = chosen.clamp(max=L - 1)
     taken = (chosen < L) & (key.gather(2, index) > -torch.inf)
 
-    if hot is not None:
-        kept_k, kept_v = rows_through_(*hot, k, v, index, taken, bounds[:, 0], written)
-    else:
-        kept_k = k.gather(2, index[..., None].expand(B, Hkv, n_fac, D))
-        kept_v = v.gather(2, index[..., None].expand(B, Hkv, n_fac, v.shape[3]))
+    kept_k = k.gather(2, index[..., None].expand(B, Hkv, n_fac, D)).float()
+    kept_v = v.gather(2, index[..., None].expand(B, Hkv, n_fac, v.shape[3])).float()
     by_head = index[:, :, None, :].expand(B, Hkv, G, n_fac)
     kept_allowed = allowed.expand(B, Hkv, G, L).gather(3, by_head) & taken[:, :, None, :]
     kept_bias = None if bias is None else bias.expand(B, Hkv, G, L).gather(3, by_head)
-    return _attend(qg, kept_k.float(), kept_v.float(), kept_allowed, kept_bias, scale, softcap, sinks).to(q.dtype)
+    return _attend(qg, kept_k, kept_v, kept_allowed, kept_bias, scale, softcap, sinks).to(q.dtype)
 
 
 def tip_keys(
@@ -242,6 +239,7 @@ def tip_keys(
     softcap: float = 0.0,
     fmt: str = "int4",
     reduction: str = "static",
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """The key by which ``sparse_decode`` ranks tokens, fp32 ``[B, Hkv, L]``, natural log units: +inf for forced tokens, -inf
     for tokens that no head may attend to, finite for others."""
@@ -250,9 +248,35 @@ def tip_keys(
     G = Hq // Hkv
     allowed, bias, bounds = _per_head_mask(mask, bounds, B, Hkv, G, L, q.device)
     qg = q.reshape(B, Hkv, G, D).float()
+    level = _level(qg, dims, spread, norm, slopes, scale, reduction)
     return _keys(
-        qg, k, data, meta, dims, spread, norm, allowed, bias, bounds, scale, n_sink, n_recent, softcap, fmt, reduction
+        qg, k, data, meta, dims, spread, level, allowed, bias, bounds, scale, n_sink, n_recent, softcap, fmt, reduction
     )
+
+
+def _level(
+    qg: Tensor,
+    dims: Tensor | None,
+    spread: Tensor | None,
+    norm: Tensor | None,
+    slopes: Tensor | None,
+    scale: float,
+    reduction: str,
+) -> Tensor | None:
+    """What is taken from each query head's scores before the group reduces them, broadcastable to ``[B, Hkv, G, 1]``."""
+    _, Hkv, G, _ = qg.shape
+    level = None if norm is None else norm.float().reshape(1, Hkv, G, 1)
+    if reduction != "affine" or slopes is None or dims is None or spread is None:
+        return level
+    at = scale * (_gathered(qg, dims, spread) * slopes.float().view(1, Hkv, G, -1)).sum(-1, keepdim=True)
+    return at if level is None else level + at
+
+
+def _gathered(qg: Tensor, dims: Tensor, spread: Tensor) -> Tensor:
+    """``(q * spread)[dims]`` fp32 ``[B, Hkv, G, W]``, NaN as 0 and clamped to what fp32 tolerates."""
+    B, Hkv, G, _ = qg.shape
+    y = qg.gather(3, dims.long()[None, :, None, :].expand(B, Hkv, G, dims.shape[1])) * spread[:, None, :]
+    return torch.where(y == y, y, 0.0).clamp(-INFO["fp32"].limit, INFO["fp32"].limit)
 
 
 def _keys(
@@ -262,7 +286,7 @@ def _keys(
     meta: Tensor | None,
     dims: Tensor | None,
     spread: Tensor | None,
-    norm: Tensor | None,
+    level: Tensor | None,
     allowed: Tensor,
     bias: Tensor | None,
     bounds: Tensor,
@@ -283,7 +307,7 @@ def _keys(
     s = capped(s, softcap)
     if bias is not None:
         s = s + bias
-    key = _group_key(s, allowed, norm, reduction, B, Hkv, G, L)
+    key = _group_key(s, allowed, level, reduction, B, Hkv, G, L)
     t = torch.arange(L, device=qg.device)
     first, stop = bounds[:, None, :1], bounds[:, None, 1:]
     forced = (t < first + n_sink) | (t >= stop - n_recent)
@@ -322,10 +346,8 @@ def _tip_scores(qg: Tensor, data: Tensor, meta: Tensor, dims: Tensor, spread: Te
     the integer formats, whose dot is then an integer dot; to e4m3 (+-448) for fp8; to the format itself (+-1) for bf16 and
     fp16; not at all for fp32.
     """
-    B, Hkv, G, _ = qg.shape
     info = INFO[fmt]
-    y = qg.gather(3, dims.long()[None, :, None, :].expand(B, Hkv, G, dims.shape[1])) * spread[:, None, :]
-    y = torch.where(y == y, y, 0.0).clamp(-INFO["fp32"].limit, INFO["fp32"].limit)
+    y = _gathered(qg, dims, spread)
     if fmt == "fp32":
         return scale * _matmul(y, data)
     largest = y.abs().amax(-1, keepdim=True)
@@ -344,15 +366,15 @@ def _tip_scores(qg: Tensor, data: Tensor, meta: Tensor, dims: Tensor, spread: Te
 
 
 def _group_key(
-    s: Tensor, allowed: Tensor, norm: Tensor | None, reduction: str, B: int, Hkv: int, G: int, L: int
+    s: Tensor, allowed: Tensor, level: Tensor | None, reduction: str, B: int, Hkv: int, G: int, L: int
 ) -> Tensor:
     """One key per token and KV head, fp32 ``[B, Hkv, L]``: -inf exactly where no head may attend, finite elsewhere."""
     s = torch.where(s == s, s, -_FLOAT_MAX).clamp(-_FLOAT_MAX, _FLOAT_MAX)
     s = torch.where(allowed, s, -torch.inf).expand(B, Hkv, G, L)
     if reduction == "softmax_sum":
         s = s - _guarded_logsumexp(s, -1)
-    elif norm is not None:
-        s = s - norm.float().reshape(1, Hkv, G, 1)
+    elif level is not None:
+        s = s - level
     key = s.amax(2) if reduction == "max" else _guarded_logsumexp(s, 2).squeeze(2)
     key = key.clamp(-_FLOAT_MAX, _FLOAT_MAX)
     key = torch.where(key == 0, 0.0, key)  # -0.0 and 0.0 tie

@@ -164,12 +164,12 @@ def tip_kernel(
     PASS: tl.constexpr,  # "keys", "stats" (log-sum-exp partials of each head), "keys-by-stats"
     ENGINE: tl.constexpr,  # "words" (four dims at a time), "dot" (tensor cores); "all" scores with K itself
     FP8: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, CHUNKS: tl.constexpr, HOIST: tl.constexpr,
-    COUNT: tl.constexpr, EARLY: tl.constexpr,
+    COUNT: tl.constexpr, LEVELS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (CHUNKS, B * HKV). ``source`` is the packed data and ``query, factors, sums`` are ``query_kernel``'s; when ENGINE is
     "all", they are k and q themselves and nothing. Writes ``keys [rows, L]`` and ``window [rows, 2]``, and adds to
     ``bins [rows, 2 * BINS]``: BINS counts of the keys in the window or above it, then the number of valid tokens (only with a
-    mask: else the bounds tell). HOIST: keep the rounded queries of all heads in registers. COUNT: how
+    mask: else the bounds tell). LEVELS: ``norm`` has a row of its own for every sequence, ``[B * HKV, G]``. HOIST: keep the rounded queries of all heads in registers. COUNT: how
     bins are added to, "each" key by itself, or a "tile" at a time, which a program with few tiles does faster; "no": not."""
     wait_for_predecessor(EARLY)
     chunk = tl.program_id(0)
@@ -181,6 +181,8 @@ def tip_kernel(
     LOG2E: tl.constexpr = 1.4426950408889634
     LOWEST: tl.constexpr = -3.4028234663852886e38
     UNIT: tl.constexpr = 1.0 if SOFTCAP else LOG2E  # a softcap is applied in natural units
+    if LEVELS:
+        norm += (row - h) * G
     g = tl.arange(0, GP)
     head = h * G + g
     is_head = g < G

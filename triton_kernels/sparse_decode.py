@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,8 +11,6 @@ from .attend import fac_kernel
 from .bounds import mask_bounds
 from .dense_decode import Refresh, attend_sizes, dense_decode, merge, strides_of, token_width
 from .formats import INFO, REDUCTIONS, check_format
-from .hot_buffer import fetching_fac_kernel
-from .hot_slots import fac_parts
 from .launch import Device, device_of, mask_arguments, on_device, power_of_2
 from .pack import bytes_view, pack_sizes
 from .query import query_kernel
@@ -52,7 +50,7 @@ def configuration(
     chunks = power_of_2(max(1, (4 if hoist else 8) * device.sms // rows + 1)) // 2
     chunks = max(1, min(chunks, power_of_2(-(-L // block_t))))
     block_n = 16 if width > 2048 else 32 if rows > 16 or width > 1024 else 64
-    splits = fac_parts(rows, n_fac, device.sms)
+    splits = max(1, min(4 * device.sms // rows, -(-n_fac // 32), 64))
     return Configuration(
         chunks=chunks,
         block_t=block_t,
@@ -61,15 +59,11 @@ def configuration(
         hoist=hoist,
         count="tile" if engine == "words" and rows * L <= 1 << 19 else "each",
         splits=splits,
-        block_k=_block_k(L, splits),
+        block_k=max(128, min(1024, power_of_2(-(-L // splits)))),
         block_n=block_n,
         fac_warps=4,
         fac_stages=1 if width > 1024 else 3 if block_n == 32 else 2,
     )
-
-
-def _block_k(L: int, splits: int) -> int:
-    return max(128, min(1024, power_of_2(-(-L // splits))))
 
 
 def sparse_decode(
@@ -86,9 +80,6 @@ def sparse_decode(
     bounds: Tensor | None = None,
     slots: Tensor | None = None,
     hint: Tensor | None = None,
-    hot: Tensor | None = None,
-    tags: Tensor | None = None,
-    ledger: Tensor | None = None,
     *,
     scale: float,
     n_fac: int,
@@ -98,6 +89,7 @@ def sparse_decode(
     sinks: Tensor | None = None,
     fmt: str = "int4",
     reduction: str = "static",
+    slopes: Tensor | None = None,
     selection: list[tuple[Tensor, Tensor]] | None = None,
     config: Configuration | None = None,
     given: tuple[Tensor, Tensor] | None = None,
@@ -106,28 +98,21 @@ def sparse_decode(
 
     ``selection``, a list, receives ``(kept, count)``, int32 ``[B * Hkv, splits, room]`` and ``[B * Hkv, splits]``: the tokens
     attended to, for whoever checks them; ``config`` replaces ``configuration``'s choice for whoever measures it;
-    ``given``, a selection as ``selection`` received it, is attended to and none is made: what selecting costs is the difference. ``hot``,
-    ``tags`` and ``ledger``: K and V are read through a hot buffer (``hot_slots``). All state must be contiguous. Raises ``ValueError`` as the reference does.
+    ``given``, a selection as ``selection`` received it, is attended to and none is made: what selecting costs is the difference. ``data``, ``meta`` and ``hint``
+    must be contiguous. Raises ``ValueError`` as the reference does.
     """
     check_format(fmt)
     if reduction not in REDUCTIONS:
         raise ValueError(f"unknown group reduction {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
     if n_fac < 1 or n_sink < 0 or n_recent < 0 or n_sink + n_recent > n_fac:
         raise ValueError(f"expected n_sink + n_recent <= n_fac, n_fac >= 1; got {n_sink} + {n_recent}, {n_fac}")
-    for name, state in (
-        ("data", data),
-        ("meta", meta),
-        ("hint", hint),
-        ("hot", hot),
-        ("tags", tags),
-        ("ledger", ledger),
-    ):
+    for name, state in (("data", data), ("meta", meta), ("hint", hint)):
         if state is not None and not state.is_contiguous():
             raise ValueError(f"{name} must be contiguous")
     B, Hq, _, D = q.shape
     Hkv, L, DV = k.shape[1], k.shape[2], v.shape[3]
-    dims, centre, spread, norm, sinks, slots = (
-        x if x is None else x.contiguous() for x in (dims, centre, spread, norm, sinks, slots)
+    dims, centre, spread, norm, sinks, slots, slopes = (
+        x if x is None else x.contiguous() for x in (dims, centre, spread, norm, sinks, slots, slopes)
     )
     if n_fac >= L and selection is None:
         # The whole cache is within the budget, whatever is valid in it.
@@ -141,8 +126,6 @@ def sparse_decode(
     device = device_of(q)
     engine, GP, block_w = _engine(data, fmt, G, D, reduction, device)
     c = config or configuration(rows, L, n_fac, token_width(q, k, v), engine, fmt, GP * block_w // 2, device)
-    if tags is not None and tags.shape[2] != c.splits:
-        c = replace(c, splits=tags.shape[2], block_k=_block_k(L, tags.shape[2]))
     splits = c.splits
     if mask is not None and bounds is None:
         bounds = mask_bounds(mask, L)
@@ -174,6 +157,7 @@ def sparse_decode(
         dtype = torch.float16 if halves else torch.int8 if INFO[fmt].bits else source.dtype
         query = scratch(rows, 2, GP, block_w, dtype=dtype)
         factors, sums = scratch(rows, GP), scratch(rows, GP, dtype=torch.int32)
+    levels = scratch(rows, G) if reduction == "affine" and slopes is not None and data is not None else None
 
     strides = strides_of(q, k, v, m, bounds)
     with on_device(q):
@@ -181,12 +165,15 @@ def sparse_decode(
             assert meta is not None and dims is not None
             query_kernel[(rows, 1 if slots is None else 2)](
                 q, k, dims, centre, spread, slots, bytes_view(data), meta, bytes_view(query), factors, sums, bins,
+                norm, slopes, levels,
                 *strides[:7], 0 if slots is None or slots.dim() == 1 else slots.stride(0),
                 L, 0 if slots is None else slots.shape[-1], scale,
                 HKV=Hkv, G=G, GP=GP, COLUMNS=data.shape[3], META=meta.shape[3], **pack_sizes(dims.shape[1], fmt),
-                HAS_SLOTS=slots is not None, BLOCK_W=block_w, HALVES=halves, BINS=2 * BINS.value, EARLY=device.early,
+                HAS_SLOTS=slots is not None, BLOCK_W=block_w, HALVES=halves, BINS=2 * BINS.value,
+                HAS_NORM=norm is not None, AFFINE=levels is not None, EARLY=device.early,
                 num_warps=2, launch_pdl=device.early,
             )  # fmt: skip
+        norm = norm if levels is None else levels
         for step in ("stats", "keys-by-stats") if reduction == "softmax_sum" else ("keys",):
             tip_kernel[(c.chunks, rows)](
                 query, factors, sums, source, meta, norm, m.tensor, bounds, hint,
@@ -196,28 +183,18 @@ def sparse_decode(
                 META=0 if meta is None else meta.shape[3], COUNT="no" if given is not None else c.count, MASK_KIND=m.kind, PER_HEAD=m.per_head,
                 HAS_BOUNDS=bounds is not None, HAS_HINT=hint is not None, HAS_NORM=norm is not None,
                 SOFTCAP=softcap != 0.0, MAX=reduction == "max", PASS=step, ENGINE=engine, FP8=device.fp8,
-                BLOCK_W=block_w, BLOCK_T=c.block_t, CHUNKS=c.chunks, HOIST=c.hoist, EARLY=device.early,
+                BLOCK_W=block_w, BLOCK_T=c.block_t, CHUNKS=c.chunks, HOIST=c.hoist,
+                LEVELS=levels is not None, EARLY=device.early,
                 num_warps=c.tip_warps, num_stages=c.tip_stages, launch_pdl=device.early,
             )  # fmt: skip
         sizes = attend_sizes(q, k, v)
-        how = dict(
-            **sizes, MASK_KIND=m.kind, PER_HEAD=m.per_head, HAS_BOUNDS=bounds is not None, HAS_HINT=hint is not None,
+        fac_kernel[(splits, rows)](
+            q, k, v, m.tensor, bounds, hint, keys, bins, window, kept, kept_count, out, part, sinks,
+            *strides, L, n_fac, scale, softcap, room, **sizes,
+            MASK_KIND=m.kind, PER_HEAD=m.per_head, HAS_BOUNDS=bounds is not None, HAS_HINT=hint is not None,
             HAS_SINKS=sinks is not None, SOFTCAP=softcap != 0.0, SPLITS=splits, BLOCK_K=c.block_k,
-            BLOCK_N=c.block_n, GIVEN=given is not None, EARLY=device.early, num_warps=c.fac_warps, num_stages=c.fac_stages,
-            launch_pdl=device.early,
+            BLOCK_N=c.block_n, GIVEN=given is not None, EARLY=device.early, num_warps=c.fac_warps, num_stages=c.fac_stages, launch_pdl=device.early,
         )  # fmt: skip
-        attended = (q, k, v, m.tensor, bounds, hint, keys, bins, window, kept, kept_count, out, part, sinks)
-        if hot is None:
-            fac_kernel[(splits, rows)](*attended, *strides, L, n_fac, scale, softcap, room, **how)
-        else:
-            assert tags is not None and ledger is not None
-            place = torch.empty_like(kept)
-            fetching_fac_kernel[(splits, rows)](
-                *attended, hot, tags, ledger, place, kept if slots is None else slots,
-                0 if slots is None or slots.dim() == 1 else slots.stride(0), 0 if slots is None else slots.shape[-1],
-                *strides, L, n_fac, scale, softcap, room, HAS_SLOTS=slots is not None, C=tags.shape[3],
-                CP=power_of_2(tags.shape[3]), DP=power_of_2(D), **how,
-            )  # fmt: skip
         if splits > 1:
             merge(part, sinks, out, splits, sizes)
     return out

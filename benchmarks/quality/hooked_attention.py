@@ -51,7 +51,7 @@ def hooked(
         if query.shape[2] != 1 or (profile is not None and (layer is None or layer.dense)):
             return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         n_fac = budget.n_fac if layer is None or layer.n_fac is None else layer.n_fac
-        packed = _packed(layer, key, fc_format)
+        *packed, slopes = _packed(layer, key, fc_format, reduction)
         out = reference.sparse_decode(
             query,
             key,
@@ -64,6 +64,7 @@ def hooked(
             n_recent=budget.n_recent,
             fmt=fc_format,
             reduction=reduction,
+            slopes=slopes,
         )
         return out.transpose(1, 2).contiguous(), None  # [B, Hq, 1, D] -> [B, 1, Hq, D], as the interface wants it
 
@@ -77,11 +78,12 @@ def hooked(
         model.set_attn_implementation(before)
 
 
-def _packed(layer: LayerProfile | None, key: Tensor, fc_format: str) -> tuple[Tensor | None, ...]:
-    """``(data, meta, dims, centre, spread, norm)`` of a key cache ``[B, Hkv, L, D]``; all None where there is no profile."""
+def _packed(layer: LayerProfile | None, key: Tensor, fc_format: str, reduction: str) -> tuple[Tensor | None, ...]:
+    """``(data, meta, dims, centre, spread, norm, slopes)`` of a key cache ``[B, Hkv, L, D]``; all None where there is no profile."""
     if layer is None:
-        return (None,) * 6
+        return (None,) * 7
     centre, spread = (x.to(key.device) for x in layer.gathered())
     dims = layer.dims().to(key.device)
     data, meta = reference.pack(key, dims, centre, spread, fc_format)
-    return data, meta, dims, centre, spread, layer.norm.to(key.device)
+    norm, slopes = layer.normaliser(reduction)
+    return data, meta, dims, centre, spread, norm.to(key.device), None if slopes is None else slopes.to(key.device)

@@ -81,12 +81,14 @@ class Method:
     attends_all: bool = field(default=False)  # exact attention over everything, selection ignored
 
 
-def group_key(scores: Tensor, norm: Tensor | None, reduction: str) -> Tensor:
-    """``[Hkv, G, n, L]`` -> ``[Hkv, n, L]``: the one key by which a group ranks tokens (``reference.sparse_decode``)."""
+def group_key(scores: Tensor, level: Tensor | None, reduction: str) -> Tensor:
+    """``[Hkv, G, n, L]`` -> ``[Hkv, n, L]``: the one key by which a group ranks tokens (``reference.sparse_decode``).
+
+    ``level``: what is taken from a head's scores first, broadcastable to ``[Hkv, G, n, 1]``."""
     if reduction == "softmax_sum":
         scores = scores - scores.logsumexp(-1, keepdim=True)
-    elif norm is not None:
-        scores = scores - norm.view(scores.shape[0], scores.shape[1], 1, 1)
+    elif level is not None:
+        scores = scores - level
     return scores.amax(1) if reduction == "max" else scores.logsumexp(1)
 
 
@@ -98,6 +100,16 @@ def tip_scores(scene: Scene, layer: LayerProfile, fmt: str) -> Tensor:
     rows = scene.q.reshape(1, scene.k.shape[0], -1, scene.q.shape[2])  # a query's rounding is its own
     found = reference._tip_scores(rows, data, meta, dims, spread, scene.scale, fmt)
     return found.view(scene.k.shape[0], scene.group, *scene.allowed.shape).masked_fill(~scene.allowed, -math.inf)
+
+
+def level(scene: Scene, layer: LayerProfile, reduction: str) -> Tensor:
+    """The constant of each query head, or its affine normaliser: ``[Hkv, G, n or 1, 1]``."""
+    heads = (scene.k.shape[0], scene.group)
+    if reduction != "affine":
+        return layer.norm.to(scene.q.device).view(*heads, 1, 1)
+    affine = layer.affine.to(scene.q.device)
+    at = affine[:, :1] + scene.scale * (scene.q * affine[:, None, 1:]).sum(-1)  # [Hq, n]
+    return at.view(*heads, -1, 1)
 
 
 def fasa(
@@ -116,7 +128,7 @@ def fasa(
         always = scene.forced(budget.n_sink, budget.n_recent) if forced else None
         if reduction is None:
             return scene.best(scores, keep, always).flatten(0, 1)
-        return scene.per_head(scene.best(group_key(scores, layer.norm.to(scores.device), reduction), keep, always))
+        return scene.per_head(scene.best(group_key(scores, level(scene, layer, reduction), reduction), keep, always))
 
     width = max(2 * layer.n_tip for layer in layers.values())
     return Method(select, bytes_per_token(width, fmt), "query head" if reduction is None else "KV head")

@@ -132,6 +132,19 @@ def scores(case: Case) -> Array:
     return out + visible(case.mask, B, Hq, L)[1]
 
 
+def _along_slopes(case: Case) -> Array:
+    """What the affine normaliser takes from each head beyond ``norm``, ``[B, Hq]``."""
+    _, _, dims, _, spread = case.cache
+    G = case.q.shape[1] // case.k.shape[1]
+    out = np.zeros(case.q.shape[:2])
+    if dims is not None and spread is not None:
+        for head in range(out.shape[1]):
+            h = head // G
+            y = array(case.q)[:, head, 0][:, dims[h].long().cpu().numpy()] * array(spread)[h]
+            out[:, head] = case.how["scale"] * (y @ array(case.how["slopes"])[head])
+    return out
+
+
 def keys(case: Case) -> Array:
     """The key by which tokens are ranked, ``[B, Hkv, L]``: +inf for forced tokens, -inf for those that no head may see."""
     B, Hq, _, _ = case.q.shape
@@ -145,6 +158,8 @@ def keys(case: Case) -> Array:
             s = s - (top + np.log(np.exp(s - top).sum(-1, keepdims=True)))
         elif case.norm is not None:
             s = s - array(case.norm)[None, :, None]
+        if case.how["reduction"] == "affine" and case.how["slopes"] is not None:
+            s = s - _along_slopes(case)[..., None]
         s = np.where(allowed, s, -np.inf).reshape(B, Hkv, Hq // Hkv, L)
         best = s.max(2)
         if case.how["reduction"] == "max":

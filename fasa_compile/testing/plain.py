@@ -99,9 +99,11 @@ class PlainFasa(TorchFunctionMode):
             centre, spread = layer.gathered()
             fmt, dims = self.profile.fc_format, layer.dims()
             data, meta = reference.pack(k, dims, centre, spread, fmt)
+            norm, slopes = layer.normaliser(self.profile.reduction)
             key = reference.tip_keys(
-                q, k, data, meta, dims, spread, layer.norm, mask, **options, fmt=fmt, reduction=self.profile.reduction
-            )
+                q, k, data, meta, dims, spread, norm, mask, **options, fmt=fmt, reduction=self.profile.reduction,
+                slopes=slopes,
+            )  # fmt: skip
         order = key.argsort(dim=-1, descending=True, stable=True)
         kept = torch.zeros_like(key, dtype=torch.bool).scatter_(-1, order[..., : b.n_fac], True) & (key > -torch.inf)
         kept = kept.repeat(1, group, 1) if tiled else kept.repeat_interleave(group, 1)

@@ -262,8 +262,7 @@ def check_heads(case: Case, seed: int, impl: Any = reference) -> None:
         cache = (data[:, order], meta[:, order], dims[order], centre[order], spread[order])
     mask = case.mask if case.mask is None or case.mask.shape[1] == 1 else case.mask[:, heads]
     how = dict(case.how)
-    if how["sinks"] is not None:
-        how["sinks"] = how["sinks"][heads]
+    how |= {name: how[name][heads] for name in ("sinks", "slopes") if how[name] is not None}
     moved = Case(
         case.q[:, heads], case.k[:, order], case.v[:, order], cache, None if case.norm is None else case.norm[heads], mask, how
     )  # fmt: skip
@@ -273,7 +272,7 @@ def check_heads(case: Case, seed: int, impl: Any = reference) -> None:
 def check_keys(case: Case, impl: Any = reference) -> None:
     """The keys that tokens are ranked by are the float64 oracle's."""
     data, meta, dims, _, spread = case.cache
-    given = {n: case.how[n] for n in ("scale", "n_sink", "n_recent", "softcap", "fmt", "reduction")}
+    given = {n: case.how[n] for n in ("scale", "n_sink", "n_recent", "softcap", "fmt", "reduction", "slopes")}
     got = oracle.array(
         impl.tip_keys(case.q, case.k, data, meta, dims, spread, case.norm, case.mask, None, **given),
     )

@@ -85,6 +85,7 @@ def make_case(
     how = {
         "scale": D**-0.5, "n_fac": n_fac, "n_sink": n_sink, "n_recent": n_recent, "softcap": softcap,
         "sinks": normal(Hq) if sinks else None, "fmt": fmt, "reduction": reduction,
+        "slopes": normal(Hq, W) if reduction == "affine" else None,
     }  # fmt: skip
     return Case(q, k, v, cache, normal(Hq), m, how)
 
@@ -109,7 +110,7 @@ def check_step(case: Case, hint: Tensor | None = None, slots: Tensor | None = No
     assert times.max() <= 1, "a token was kept twice"
     kept_here = (times > 0).view(B, Hkv, L)
 
-    ranked = {name: how[name] for name in ("scale", "n_sink", "n_recent", "softcap", "fmt", "reduction")}
+    ranked = {name: how[name] for name in ("scale", "n_sink", "n_recent", "softcap", "fmt", "reduction", "slopes")}
     key = reference.tip_keys(q, k, data, meta, dims, spread, case.norm, mask, None, **ranked)
     valid = key > -torch.inf
     want = valid.sum(-1).clamp(max=how["n_fac"])

@@ -152,6 +152,7 @@ def layer_profiles(draw: st.DrawFn, name: str) -> LayerProfile:
         centre=table(hkv, head_dim, fp32),
         spread=table(hkv, head_dim, st.floats(2.0**-149, 2.0**100, width=32)),
         norm=table(1, hkv * group, fp32)[0],
+        affine=table(hkv * group, 1 + head_dim, fp32),
         n_fac=draw(st.none() | st.integers(40, 2**31 - 1)),
         stats=draw(st.dictionaries(names, fp32, max_size=2)),
     )

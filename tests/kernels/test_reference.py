@@ -218,12 +218,13 @@ def test_ties_go_to_the_lower_index(inputs: dict[str, Tensor]) -> None:
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("reduction", ["static", "softmax_sum", "max"])
+@pytest.mark.parametrize("reduction", ["static", "affine", "softmax_sum", "max"])
 def test_group_reductions(reduction: str, inputs: dict[str, Tensor]) -> None:
     data, meta = reference.pack(inputs["k"], inputs["dims"], inputs["centre"], inputs["spread"], "fp32")
+    slopes = torch.randn(HKV * G, W)
     key = reference.tip_keys(
         inputs["q"], inputs["k"], data, meta, inputs["dims"], inputs["spread"], inputs["norm"], scale=0.25, fmt="fp32",
-        reduction=reduction,
+        reduction=reduction, slopes=slopes,
     )  # fmt: skip
     index = inputs["dims"].long()[None, :, None]
     kd = inputs["k"].gather(3, index.expand(B, HKV, L, W)) - inputs["centre"][:, None]
@@ -232,6 +233,18 @@ def test_group_reductions(reduction: str, inputs: dict[str, Tensor]) -> None:
     centred = s - inputs["norm"].view(1, HKV, G, 1)
     expected = {
         "static": centred.exp().sum(2).log(),
+        "affine": torch.stack(
+            [
+                sum(
+                    torch.exp(
+                        centred[:, h, g] - 0.25 * ((qd[:, h, g] * inputs["spread"][h]) @ slopes[h * G + g])[:, None]
+                    )
+                    for g in range(G)
+                ).log()
+                for h in range(HKV)
+            ],
+            1,
+        ),
         "softmax_sum": s.softmax(-1).sum(2).log(),
         "max": centred.amax(2),
     }[reduction]

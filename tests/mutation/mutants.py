@@ -521,7 +521,12 @@ add(
     'return (spread if role == "centre" else centre).clone()',
     SPARSE,
 )
-add("every head has the norm 0", "return layer.norm.clone()", "return torch.zeros_like(layer.norm)", SPARSE)
+add(
+    "every head has the norm 0",
+    "return layer.normaliser(decision.reduction)[0].clone()",
+    "return torch.zeros_like(layer.norm)",
+    SPARSE,
+)
 add("scale and zero are not packed anew", "packed.meta.copy_(meta)", "pass", f"{STATE}::test_reset_and_a_new_prompt")
 add(
     "a cache in inference mode is trusted",
@@ -675,7 +680,7 @@ add(
     "kept_bias = None if bias is None else bias.expand(B, Hkv, G, L).gather(3, by_head)",
     "kept_bias = None",
 )
-add("the norm is ignored", "s = s - norm.float().reshape(1, Hkv, G, 1)", "pass")
+add("the norm is ignored", "s = s - level\n", "pass\n")
 add("values of hidden tokens spread", "v = torch.where(allowed.any(2)[..., None], v, 0.0)", "pass")
 add(
     "heads are numbered across groups",
@@ -863,7 +868,7 @@ add(
     "(_floored(total.key_variance().sqrt()) / _floored(total.query_square().sqrt())).sqrt()",
     "(_floored(total.query_square().sqrt()) / _floored(total.key_variance().sqrt())).sqrt()",
 )
-add("the norm grows with the context", " - (sample.q_at + 1).double().log()).sum(1)", ").sum(1)")
+add("the norm grows with the context", "scores.logsumexp(-1).double() - seen", "scores.logsumexp(-1).double()")
 add("the centre is zero", "centre = self.key_mean().float().cpu()\n", "centre = self.key_mean().float().cpu() * 0\n")
 add(
     "a soft cap is applied to centred scores",

@@ -27,6 +27,7 @@ def layer(name: str = "model.layers.0.self_attn", **given: Any) -> LayerProfile:
         "centre": torch.arange(16, dtype=torch.float32).view(2, 8) / 3 - 2,
         "spread": torch.arange(1, 17, dtype=torch.float32).view(2, 8) / 7,
         "norm": torch.tensor([0.1, -2.5, 3.25, 1e-9]),
+        "affine": torch.arange(36, dtype=torch.float32).view(4, 9) / 11 - 1,
         "stats": {"energy_kept": 0.75},
     }
     return LayerProfile(**(fields | given))

@@ -248,6 +248,38 @@ def test_the_norm_makes_single_pass_reduction_comparable() -> None:
         assert off.mean().abs() < 0.25
 
 
+def test_the_affine_normaliser_follows_the_query() -> None:
+    """Keys of two kinds: a query's log-sum-exp rises with its share along what tells them apart, and the slope finds it."""
+    s, n = stats(), 600
+    q, k = text(n)
+    k = k * 0.3
+    k[..., :4] += torch.where(torch.rand(1, HKV, n, 1) < 0.1, 3.0, 0.0)  # one key in ten is far off
+    s.update(q, k, 1.0)
+    one = s.layer_profile("l", 4)
+    assert one.fcs.tolist() == [[0, 1, 2, 3]] * HKV  # all: what lies outside has no slope to find
+    left: list[float] = []
+    constant: list[float] = []
+    for h in range(HQ):
+        scores = (q[0, h, -150:] @ (k[0, h // G] - one.centre[h // G]).T).double()
+        true = scores.exp().mean(1).log()
+        constant.append(float((true - true.mean()).square().mean()))
+        left.append(float((true - one.affine[h, 0] - q[0, h, -150:] @ one.affine[h, 1:]).square().mean()))
+    assert max(a / b for a, b in zip(left, constant, strict=True)) < 0.5
+
+
+def test_ridge_gives_no_slopes_to_noise_and_the_right_ones_to_signal() -> None:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 200, 6, generator=g, dtype=torch.float64)
+    x = x - x.mean(1, keepdim=True)
+    true = torch.tensor([1.0, -2.0, 0.0, 0.5, 0.0, 3.0], dtype=torch.float64)
+    noise = torch.randn(2, 200, generator=g, dtype=torch.float64)
+    y = torch.stack([x[0] @ true + 0.1 * noise[0], noise[1]])
+    found = calibration_stats._ridge(x, y - y.mean(1, keepdim=True))
+    assert (found[0] - true).abs().max() < 0.05
+    assert found[1].abs().max() < 0.1
+    assert torch.equal(calibration_stats._ridge(x * 0, y), torch.zeros(2, 6, dtype=torch.float64))
+
+
 def test_dims_without_variance_or_queries_get_a_finite_scale() -> None:
     q, k = text(50)
     k[..., 0] = 3.0  # a key dim that is constant

@@ -11,6 +11,7 @@ import time
 import tracemalloc
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,21 @@ def test_what_is_saved_is_loaded(tmp_path: Path, suffix: str) -> None:
     profile(method="other").save(str(path))  # replaces
     assert FCProfile.load(str(path)).method == "other"
     assert os.listdir(tmp_path) == [path.name]  # no temporary left
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_files_of_schema_1_have_no_affine_normaliser(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / f"p{suffix}"
+    with monkeypatch.context() as older:
+        older.setattr(files, "ARRAYS", {name: facts for name, facts in files.ARRAYS.items() if name != "affine"})
+        profile(schema_version=1).save(path)
+    found = FCProfile.load(path)
+    assert found == profile(layers=tuple(replace(x, affine=None) for x in profile().layers))
+    assert found.schema_version == 2
+    found.save(path)  # as what it is now
+    assert FCProfile.load(path) == found
 
 
 def test_loaded_tensors_can_be_written_and_share_nothing(tmp_path: Path) -> None:
@@ -126,7 +142,7 @@ def _drop(*keys: Any) -> Callable[[dict[str, Any]], None]:
 
 L0 = ("layers", 0)
 WRONG: list[tuple[Callable[[dict[str, Any]], None], str]] = [
-    (_drop("schema_version"), "schema_version: expected 1, found none"),
+    (_drop("schema_version"), "schema_version: expected 2, found none"),
     (_set("schema_version", to="1"), "schema_version: expected a whole number"),
     (_set("schema_version", to=True), "schema_version: expected a whole number"),
     (_set("schema_version", to=0), "schema_version: expected a whole number"),
@@ -211,8 +227,8 @@ def test_values_that_are_not_finite_are_named(write: Callable[..., Path], key: s
 
 
 def test_a_newer_schema_is_told_before_its_unknown_keys(write: Callable[..., Path]) -> None:
-    path = write(document() | {"schema_version": 2, "regions": []})
-    assert refusal(path) == f"{path}: profile schema 2 is newer than this package reads (1): upgrade fasa-compile"
+    path = write(document() | {"schema_version": 3, "regions": []})
+    assert refusal(path) == f"{path}: profile schema 3 is newer than this package reads (2): upgrade fasa-compile"
 
 
 @pytest.mark.parametrize(

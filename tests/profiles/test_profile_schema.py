@@ -75,6 +75,8 @@ def test_budget_edges_and_replace() -> None:
         ({"spread": torch.full((2, 8), float("inf"))}, "spread[0][0]:"),
         ({"norm": torch.zeros(2)}, "norm:"),
         ({"norm": torch.tensor([0, 0, -float("inf"), 0])}, "norm[2]:"),
+        ({"affine": torch.zeros(4, 8)}, "affine:"),
+        ({"affine": torch.full((4, 9), float("nan"))}, "affine[0][0]:"),
         ({"stats": {"energy_kept": float("nan")}}, "stats.energy_kept:"),
         ({"stats": {"energy_kept": "much"}}, "stats.energy_kept:"),
     ],
@@ -135,8 +137,8 @@ def test_a_bad_profile_names_the_field(given: dict, path: str) -> None:
 
 def test_a_newer_schema_says_to_upgrade() -> None:
     with pytest.raises(ProfileError) as error:
-        profile(schema_version=2)
-    assert str(error.value) == "profile schema 2 is newer than this package reads (1): upgrade fasa-compile"
+        profile(schema_version=3)
+    assert str(error.value) == "profile schema 3 is newer than this package reads (2): upgrade fasa-compile"
 
 
 def test_dims_are_first_halves_then_second_halves() -> None:
@@ -163,6 +165,7 @@ def test_slices_give_each_head_its_own_data() -> None:
         assert torch.equal(part.centre, one.centre[h : h + 1])
         assert torch.equal(part.spread, one.spread[h : h + 1])
         assert torch.equal(part.norm, one.norm[2 * h : 2 * h + 2])
+        assert torch.equal(part.affine, one.affine[2 * h : 2 * h + 2])
     assert one.slice_heads(range(0, 2)) == one
 
 
@@ -173,6 +176,24 @@ def test_a_slice_that_is_not_whole_kv_heads_is_refused(heads: object) -> None:
     # 2 KV heads on 4 ranks: rank 2 would ask for heads that are not there; nothing is broadcast to it.
     with pytest.raises(ValueError, match="kv_heads: expected"):
         layer().slice_heads(heads)  # type: ignore[arg-type]
+
+
+def test_slopes_are_those_of_the_dominant_dims_in_the_scaled_query() -> None:
+    one = layer()
+    q = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    dims, (norm, slopes) = one.dims(), one.normaliser("affine")
+    assert slopes is not None and torch.equal(norm, one.affine[:, 0])
+    assert one.normaliser("static") == (one.norm, None)
+    for h in range(4):
+        kv, own = h // 2, dims[h // 2].tolist()
+        scaled = [float(q[h, d] * one.spread[kv, d]) for d in own]
+        expected = sum(float(q[h, d] * one.affine[h, 1 + d]) for d in own)
+        assert sum(a * float(b) for a, b in zip(scaled, slopes[h], strict=True)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_without_a_fit_the_affine_normaliser_is_the_constant() -> None:
+    one = layer(affine=None)
+    assert torch.equal(one.affine[:, 0], one.norm) and not one.affine[:, 1:].any()
 
 
 def test_by_layer() -> None:
@@ -247,6 +268,7 @@ def test_layers_may_differ_in_heads_and_dims() -> None:
             centre=torch.zeros(hkv, d),
             spread=torch.ones(hkv, d),
             norm=torch.zeros(hq),
+            affine=None,
         )
         for i, (hq, hkv, d) in enumerate(shapes)
     )

@@ -22,7 +22,7 @@ from teacher_forced import decode, like, prefill, step_of
 LENGTH, LAST, BUDGET = 96, 24, Budget(12, 2, 3)
 
 
-@pytest.mark.parametrize("reduction", ["static", "softmax_sum", "max"])
+@pytest.mark.parametrize("reduction", ["static", "affine", "softmax_sum", "max"])
 def test_one_pass_is_decode_step_by_step(model: Any, reduction: str) -> None:
     ids = torch.randint(1, 128, (1, LENGTH))
     start, profile = LENGTH - LAST - 1, fasa_compile.calibrate(model, ids, progress=False)
