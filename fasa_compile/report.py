@@ -51,7 +51,7 @@ class GraphRecord:
     kind: str  # "decode", "prefill", "no attention", "training", "untraceable"
     decisions: tuple[Decision, ...] = ()
     note: str = ""
-    seconds: float = 0.0  # spent in this package's passes: capture, match, plan and rewrite
+    seconds: float = 0.0  # of a core, spent in this package's passes: capture, match, plan and rewrite
 
 
 def why(decision: Decision) -> str:

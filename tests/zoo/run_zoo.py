@@ -5,8 +5,9 @@ For each architecture and kind of cache, with tiny random weights (``tiny_config
 1. budget >= context: the sites rewritten are those of ``census.json`` and no other, and the logits are the uncompiled model's;
 2. budget < context, with a random profile: the logits are those of the plain reference (``fasa_compile.testing.plain``).
 
-An architecture runs in a process of its own with a time limit. Records go to a folder, one file each, so that a run can be taken
-up again; ``--out`` puts them together and ``--table`` writes the page for the docs. The exit status is 1 if any failed.
+An architecture runs in a process of its own with a time limit, forked from one that has imported and compiled already. ``--out`` is
+written anew after each, and ``--resume`` keeps what it says has passed, so that a run can be made in pieces (``--for`` seconds each);
+``--table`` writes the page for the docs. The exit status is 1 if any failed.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import copy
 import json
 import multiprocessing
 import os
+import platform
 import sys
+import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -172,21 +176,19 @@ def resolve(model: nn.Module, layer: str) -> nn.Module | None:
 
 
 def check(model_type: str, kind: str, expected: list[int] | None) -> dict[str, Any]:
-    """One architecture with one kind of cache. ``expected``: sites to rewrite, and attentions to leave alone."""
+    """One architecture with one kind of cache. ``expected``: sites to rewrite, and attentions to leave alone; None where the census
+    could not run the model."""
     runner = Runner(model_type, kind)
     model = runner.model
     record: dict[str, Any] = {}
     ids = runner.prompt(SHORT)
     cache, plain = runner.start(ids)
-    if expected is None:
-        expected = [0, 0]
     dense = decode(runner, model, ids, plain)
 
     def compiled(backend: Any) -> Any:
         torch._dynamo.reset()
         return torch.compile(model, backend=backend, dynamic=kind == "dynamic")
 
-    began = time.perf_counter()
     wide = fasa_backend(
         "all", n_fac=WIDE.n_fac, n_sink=WIDE.n_sink, n_recent=WIDE.n_recent, inner="eager", strict=False
     )
@@ -206,10 +208,11 @@ def check(model_type: str, kind: str, expected: list[int] | None) -> dict[str, A
     record["sites"] = len(sparse)
     record["dense"] = sorted(f"{d.reason} {d.site.layer}" for d in decisions if d.action == "dense")
     record["graphs"] = len(first)
-    if len(sparse) != expected[0]:
+    layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None) or len(decisions) or 1
+    record["passes_s_per_layer"] = round(sum(g.seconds for g in first) / layers, 3)
+    if expected is not None and len(sparse) != expected[0]:
         raise Failed(f"{len(sparse)} sites rewritten, expected {expected[0]}; dense: {record['dense']}")
     record["wide"] = compare("budget >= context", got, dense)
-    record["compile_s"] = round(time.perf_counter() - began, 2)
     if not sparse:
         return record
 
@@ -264,70 +267,97 @@ def one(model_type: str, expected: dict[str, Any], path: Path) -> None:
     """Both kinds of cache of one architecture, into a file."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    began = time.perf_counter()
+    began, spent = time.perf_counter(), time.process_time()
     record: dict[str, Any] = {"model_type": model_type}
-    for kind in ("static", "dynamic"):
-        want = expected.get(kind)
+    for kind, other in (("static", "dynamic"), ("dynamic", "static")):
+        # Where the census could not run the model with this cache, it has as many sites as with the other.
+        want = expected.get(kind) or expected.get(other)
         try:
             with torch.no_grad():
                 record[kind] = {"status": "ok", **check(model_type, kind, want)}
         except DoesNotRun as error:
             compiler = str(error).startswith("torch.compile")
-            status = "failed" if want and want[0] and not compiler else "does not run"
+            # In the census it did, so it has to here.
+            status = "failed" if (expected.get(kind) or [0])[0] and not compiler else "does not run"
             record[kind] = {"status": status, "why": str(error) if compiler else f"the uncompiled model fails: {error}"}
-        except (ImportError, KeyError, ValueError, TypeError, AttributeError) as error:
-            missing = isinstance(error, ImportError)
-            record[kind] = {
-                "status": "missing" if missing else "failed",
-                "why": f"{type(error).__name__}: {error}"[:400],
-            }
-            record[kind]["trace"] = traceback.format_exc()[-1500:]
+        except ImportError as error:
+            record[kind] = {"status": "missing", "why": f"{type(error).__name__}: {error}"[:400]}
         except Exception as error:
             record[kind] = {"status": "failed", "why": f"{type(error).__name__}: {error}"[:600]}
             if not isinstance(error, Failed):
                 record[kind]["trace"] = traceback.format_exc()[-1500:]
     record["seconds"] = round(time.perf_counter() - began, 1)
+    record["cpu_seconds"] = round(time.process_time() - spent, 1)
     path.write_text(json.dumps(record))
 
 
-def run(names: list[str], census: dict[str, Any], folder: Path, jobs: int, limit: float, resume: bool) -> None:
-    """Each name in a process forked from this one, ``jobs`` at a time, ``limit`` seconds each."""
-    import transformers  # noqa: F401  # once, ahead of the forks
+def warm_up() -> None:
+    """Have torch and transformers fill their caches once, ahead of the forks: imports, operator tables, sympy."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        for kind in ("static", "dynamic"):
+            check("llama", kind, None)
+    torch._dynamo.reset()
 
+
+def run(
+    names: list[str],
+    census: dict[str, Any],
+    jobs: int,
+    limit: float,
+    until: float,
+    keep: Callable[[dict[str, Any]], None],
+) -> None:
+    """Each name in a process forked from this one, ``jobs`` at a time, ``limit`` seconds each; none is begun after ``until``
+    (monotonic). ``keep`` takes each record."""
+    warm_up()
     context = multiprocessing.get_context("fork")
-    folder.mkdir(parents=True, exist_ok=True)
-    waiting = [n for n in names if not (resume and (folder / f"{n}.json").exists())]
+    waiting = list(names)
     running: dict[str, tuple[Any, float]] = {}
-    done = len(names) - len(waiting)
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            name = waiting.pop(0)
-            (folder / f"{name}.json").unlink(missing_ok=True)
-            process = context.Process(target=one, args=(name, census.get(name, {}), folder / f"{name}.json"))
-            process.start()
-            running[name] = (process, time.monotonic())
-        for name, (process, since) in list(running.items()):
-            late = time.monotonic() - since > limit
-            if process.is_alive() and not late:
-                continue
-            if late:
-                process.kill()
-            process.join()
-            del running[name]
-            done += 1
-            path = folder / f"{name}.json"
-            if not path.exists():
-                why = f"stopped after {limit:.0f} s" if late else f"the process ended with {process.exitcode}"
-                failed = {"status": "failed", "why": why}
-                path.write_text(json.dumps({"model_type": name, "static": failed, "dynamic": failed, "seconds": limit}))
-            record = json.loads(path.read_text())
-            say = " ".join(f"{k}: {_brief(record[k])}" for k in ("static", "dynamic"))
-            print(f"[{done}/{len(names)}] {name} {record['seconds']} s  {say}", flush=True)
-        time.sleep(0.05)
+    done = 0
+    with tempfile.TemporaryDirectory() as folder:
+        while (waiting and time.monotonic() < until) or running:
+            while waiting and len(running) < jobs and time.monotonic() < until:
+                name = waiting.pop(0)
+                process = context.Process(target=one, args=(name, census.get(name, {}), Path(folder, name)))
+                process.start()
+                running[name] = (process, time.monotonic())
+            for name, (process, since) in list(running.items()):
+                late = time.monotonic() - since > limit
+                if process.is_alive() and not late:
+                    continue
+                if late:
+                    process.kill()
+                process.join()
+                del running[name]
+                done += 1
+                path = Path(folder, name)
+                if path.exists():
+                    record = json.loads(path.read_text())
+                else:
+                    why = f"stopped after {limit:.0f} s" if late else f"the process ended with {process.exitcode}"
+                    failed = {"status": "failed", "why": why}
+                    took = round(time.monotonic() - since, 1)
+                    record = {
+                        "model_type": name,
+                        "static": failed,
+                        "dynamic": failed,
+                        "seconds": took,
+                        "cpu_seconds": took,
+                    }
+                keep(record)
+                say = " ".join(f"{k}: {_brief(record[k])}" for k in ("static", "dynamic"))
+                print(f"[{done}/{len(names)}] {name} {record['seconds']} s  {say}", flush=True)
+            time.sleep(0.05)
 
 
 def _has_sites(census: dict[str, Any], name: str) -> bool:
     return any((census.get(name, {}).get(kind) or [0])[0] for kind in ("static", "dynamic"))
+
+
+def _failed(record: dict[str, Any]) -> bool:
+    return "failed" in (record["static"]["status"], record["dynamic"]["status"])
 
 
 def _brief(record: dict[str, Any]) -> str:
@@ -336,11 +366,17 @@ def _brief(record: dict[str, Any]) -> str:
     return f"{record['sites']} sites"
 
 
-def table(records: list[dict[str, Any]], versions: dict[str, str]) -> str:
+def table(result: dict[str, Any]) -> str:
     """The page for the docs."""
+    records = result["architectures"]
     rope = [r for r in records if any(r[k].get("sites") for k in ("static", "dynamic"))]
     plain = [r for r in records if r not in rope and any(r[k]["status"] == "ok" for k in ("static", "dynamic"))]
     rest = [r for r in records if r not in rope and r not in plain]
+    alone = [r for r in plain if any(r[k].get("dense") for k in ("static", "dynamic"))]
+    costs = sorted(r[k]["passes_s_per_layer"] for r in rope for k in ("static", "dynamic") if r[k]["status"] == "ok")
+    unfinished = (
+        f" **{result['of'] - len(records)} architectures have no record yet.**" if len(records) < result["of"] else ""
+    )
 
     def cell(r: dict[str, Any]) -> str:
         if r["status"] == "ok":
@@ -356,8 +392,10 @@ def table(records: list[dict[str, Any]], versions: dict[str, str]) -> str:
         f"budget that covers the context the logits are the uncompiled model's, with a smaller one the plain reference's (to {TOLERANCE:.0e} of the",
         "largest logit, float32). A dash: the uncompiled model does not run with that kind of cache.",
         "",
-        f"torch {versions['torch']}, transformers {versions['transformers']}, CPU. "
-        f"{len(rope)} architectures with sites, {len(plain)} where nothing is to be rewritten and nothing was.",
+        f"torch {result['torch']}, transformers {result['transformers']}, CPU: {len(rope)} architectures with sites, {len(alone)} with other",
+        f"attention that was left alone, {len(plain) - len(alone)} without any.{unfinished} All of it took {result['cpu_seconds'] / 60:.1f} minutes of",
+        f"one core; capture, match, plan and rewrite {costs[len(costs) // 2]:.2f} s per layer in the median, {costs[len(costs) * 9 // 10]:.2f} in the 90th percentile",
+        f"({costs[-1]:.2f} at most; two layers, on which what a graph costs as a whole weighs most).",
         "",
         "| architecture | sites, static cache | sites, dynamic cache |",
         "|---|---|---|",
@@ -365,7 +403,9 @@ def table(records: list[dict[str, Any]], versions: dict[str, str]) -> str:
         "",
         "## Nothing to rewrite",
         "",
-        "No rotary embedding, or no attention: " + ", ".join(r["model_type"] for r in plain) + ".",
+        "Attention without a rotary embedding: " + ", ".join(r["model_type"] for r in alone) + ".",
+        "",
+        "No attention: " + ", ".join(r["model_type"] for r in plain if r not in alone) + ".",
         "",
         "## Left out",
         "",
@@ -383,35 +423,69 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="architectures (default: all)")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--limit", type=float, default=240, help="seconds for one architecture")
-    parser.add_argument("--resume", action="store_true", help="keep the records that are there")
-    parser.add_argument("--records", type=Path, default=HERE.parents[1] / "build" / "zoo")
-    parser.add_argument("--out", type=Path, help="all records as one JSON file")
+    parser.add_argument("--resume", action="store_true", help="keep what passed according to --out, and run the rest")
+    parser.add_argument(
+        "--for", type=float, default=float("inf"), dest="seconds", help="seconds after which none is begun"
+    )
+    parser.add_argument("--out", type=Path, default=HERE.parents[1] / "build" / "zoo.json", help="all records, as JSON")
     parser.add_argument("--table", type=Path, help="the page for the docs")
     given = parser.parse_args()
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as mapping
 
-    census = json.loads((HERE / "census.json").read_text())
-    names = given.names or sorted(
-        (n for n in mapping if n not in LEFT_OUT), key=lambda n: (not _has_sites(census, n), n)
-    )
     began = time.monotonic()
-    run(names, census, given.records, given.jobs, given.limit, given.resume)
-    records = [json.loads((given.records / f"{n}.json").read_text()) for n in names]
-    unknown = [n for n in names if n not in census]
-    missing = sorted(n for n in census if n not in mapping) if not given.names else []
-    failed = [r["model_type"] for r in records if "failed" in (r["static"]["status"], r["dynamic"]["status"])]
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    if given.out:
-        summary = {**versions, "seconds": round(time.monotonic() - began), "failed": failed, "architectures": records}
-        given.out.write_text(json.dumps(summary, indent=1) + "\n")
+    census = json.loads((HERE / "census.json").read_text())
+    everything = sorted((n for n in mapping if n not in LEFT_OUT), key=lambda n: (not _has_sites(census, n), n))
+    names = given.names or everything
+    versions = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+    before: dict[str, Any] = json.loads(given.out.read_text()) if given.resume and given.out.exists() else {}
+    if before and any(before[k] != v for k, v in versions.items()):
+        raise SystemExit(f"{given.out} is a record of other versions: without --resume it is made anew")
+    records = {r["model_type"]: r for r in before.get("architectures", ())}
+    passed = {n for n, r in records.items() if not _failed(r)}
+
+    def summary() -> dict[str, Any]:
+        listed = [records[n] for n in everything if n in records]
+        return {
+            **versions,
+            "jobs": given.jobs,
+            "wall_seconds": round(before.get("wall_seconds", 0) + time.monotonic() - began),
+            "cpu_seconds": round(sum(r["cpu_seconds"] for r in listed)),
+            "of": len(everything),
+            "failed": [r["model_type"] for r in listed if _failed(r)],
+            "architectures": listed,
+        }
+
+    def keep(record: dict[str, Any]) -> None:
+        records[record["model_type"]] = record
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        half = given.out.with_suffix(".new")
+        half.write_text(json.dumps(summary(), indent=1) + "\n")
+        half.replace(given.out)
+
+    run([n for n in names if n not in passed], census, given.jobs, given.limit, began + given.seconds, keep)
+    result = summary()
+    missing = [n for n in names if n not in records]
     if given.table:
-        given.table.write_text(table(records, versions))
-    print(f"{len(records) - len(failed)} of {len(records)} architectures passed in {time.monotonic() - began:.0f} s")
-    for label, group in (("failed", failed), ("not in the census", unknown), ("not in this transformers", missing)):
+        given.table.write_text(table(result))
+    failed = [n for n in result["failed"] if n in names]
+    print(
+        f"{len(names) - len(missing) - len(failed)} of {len(names)} architectures passed; {time.monotonic() - began:.0f} s"
+    )
+    unknown, gone = [n for n in everything if n not in census], sorted(n for n in census if n not in mapping)
+    for label, group in (
+        ("failed", failed),
+        ("not run", missing),
+        ("not in the census", unknown),
+        ("not in this transformers", gone),
+    ):
         if group:
             print(f"{label}: {', '.join(group)}")
-    return 1 if failed else 0
+    return 1 if failed or missing else 0
 
 
 if __name__ == "__main__":
