@@ -11,8 +11,10 @@ symbols for sizes. It adds no guards of its own.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -259,6 +261,21 @@ def _vmapped(gm: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
     return regions
 
 
+#: Methods that a functional tensor of an exporting mode overrides, to assert what it is before each cast: nodes that say nothing here.
+_CASTS: dict[str, dict[str, torch.dtype]] = {"to": {}} | {
+    name: {"dtype": dtype}
+    for name, dtype in (
+        ("float", torch.float32),
+        ("double", torch.float64),
+        ("half", torch.float16),
+        ("bfloat16", torch.bfloat16),
+        ("int", torch.int32),
+        ("long", torch.int64),
+        ("bool", torch.bool),
+    )
+}
+
+
 class _Recorder(fx.Interpreter):
     """Runs the Dynamo graph on functional tensors and notes which shadow node each value is."""
 
@@ -304,6 +321,11 @@ class _Recorder(fx.Interpreter):
             flat = make_fx(fx.GraphModule(self.module, body), tracing_mode="real", _allow_non_fake_inputs=True)(*plain)
         self._ready.update(zip(wanted, fx.Interpreter(flat).run(*values), strict=True))
 
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in _CASTS and isinstance(args[0], FunctionalTensor):
+            return torch.Tensor.to(*args, **kwargs, **_CASTS[target])
+        return super().call_method(target, args, kwargs)
+
     def run_node(self, n: fx.Node) -> Any:
         if n in self._regions:
             self._run_vmapped(self._regions[n])
@@ -326,6 +348,18 @@ class _Recorder(fx.Interpreter):
             node = node.prev
         self._last = self._tail()
         return result
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A trace makes so many objects that Python's collector, which looks at all that live, would run again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Shadow:
@@ -351,8 +385,15 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Shadow:
                 finals.append(final if final is not None else node)
             return torch.utils._pytree.tree_map_only(FunctionalTensor, _plain, outputs)
 
-    with tracing(None), torch.no_grad(), mode, enable_python_dispatcher():
-        shadow = make_fx(run, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
+    trace = make_fx(
+        run,
+        pre_dispatch=True,
+        tracing_mode="real",
+        _allow_non_fake_inputs=True,
+        _disable_torch_fn_metadata_mode=True,  # no names of torch functions on nodes: nobody reads them
+    )
+    with _no_garbage_collection(), tracing(None), torch.no_grad(), mode, enable_python_dispatcher():
+        shadow = trace(*fakes)
     assert recorder is not None
 
     holders: dict[fx.Node, list[str]] = {}
