@@ -323,7 +323,8 @@ class _Recorder(fx.Interpreter):
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in _CASTS and isinstance(args[0], FunctionalTensor):
-            return torch.Tensor.to(*args, **kwargs, **_CASTS[target])
+            to: Any = torch.Tensor.to
+            return to(*args, **kwargs, **_CASTS[target])
         return super().call_method(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
