@@ -11,6 +11,7 @@ from fasa_compile.errors import (
     CalibrationError,
     FasaError,
     FasaWarning,
+    ModelError,
     NoSitesError,
     ProfileError,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "FasaBackend",
     "FasaError",
     "FasaWarning",
+    "ModelError",
     "NoSitesError",
     "ProfileError",
     "Report",

@@ -23,5 +23,9 @@ class CalibrationError(FasaError, RuntimeError):
     """Calibration data did not reach every layer, or held values no statistic can be made of."""
 
 
+class ModelError(FasaError, RuntimeError):
+    """A model's files are not where they were said to be, or cannot be read, traced or run."""
+
+
 class FasaWarning(UserWarning):
     """The package fell back to dense attention, or was asked for something that has no effect."""

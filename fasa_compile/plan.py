@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from fasa_compile.cost import Cost, Shape, card, cost_of
+from fasa_compile.cost import Card, Cost, Shape, card, cost_of
 from fasa_compile.errors import BudgetError, ProfileError
 from fasa_compile.profiles.schema import Budget, FCProfile, LayerProfile, check_layer
 from fasa_compile.sites import AttentionSite, NoMatch
@@ -172,11 +172,25 @@ def _state_kind(site: AttentionSite, data: bool) -> StateKind:
     return "packed" if kept else "repacked"
 
 
-def _cost(site: AttentionSite, budget: Budget, fc_bytes: int, width: int, state: StateKind) -> Cost:
+def _cost(
+    site: AttentionSite, budget: Budget, fc_bytes: int, width: int, state: StateKind, on: Card | None = None
+) -> Cost:
     B, Hq, Hkv, _, L, D, Dv = (hint(s) for s in site.shape)
     key = site.k.node.meta["val"]
     shape = Shape(B, L, Hkv, Hq // Hkv, D, Dv, key.dtype.itemsize, budget.n_fac, width, fc_bytes)
-    return cost_of(shape, card(key.device), kept=state == "packed", packs=state == "repacked")
+    return cost_of(shape, on or card(key.device), kept=state == "packed", packs=state == "repacked")
+
+
+def priced(decision: Decision, on: Card) -> Cost | None:
+    """What a sparse decision would cost on another card; None for a decision of another kind. Without a profile, at the cost of
+    the one that ``calibrate`` makes by default: half of the frequency chunks, int4."""
+    site, layer = decision.site, decision.profile
+    if decision.action != "sparse" or not isinstance(site, AttentionSite) or decision.budget is None:
+        return None
+    width = 2 * layer.n_tip if layer is not None else 2 * max(1, len(site.rope.pairs) // 2)
+    fmt = decision.fc_format if layer is not None else "int4"
+    state = _state_kind(site, True)
+    return _cost(site, decision.budget, bytes_per_token(width, fmt), width, state, on)
 
 
 def _is_part_of(layer: str, profile: FCProfile) -> bool:

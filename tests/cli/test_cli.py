@@ -1,0 +1,285 @@
+"""The command line on tiny local models: what it prints, its JSON, its exit codes, its one-line errors. No network."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
+
+from models import tiny_llama
+from typer.testing import CliRunner
+
+import fasa_compile
+from fasa_compile import loading
+from fasa_compile.cli import _folded, _numbers, _ranges, app
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+
+
+def byte_tokenizer() -> Any:
+    """One token per byte, and an end."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {c: i for i, c in enumerate([*alphabet, "<end>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A model folder with weights and a tokenizer, a text, and a profile calibrated through the command line."""
+    base = tmp_path_factory.mktemp("cli")
+    model = tiny_llama(layers=2, vocab_size=260)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(base / "model")
+    byte_tokenizer().save_pretrained(base / "model")
+    (base / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 12, encoding="utf-8")
+    profile = base / "profile.safetensors"
+    done = run("calibrate", base / "model", "--text", base / "text.txt", "--out", profile, "--tokens", 256, "--json")
+    return SimpleNamespace(model=base / "model", text=base / "text.txt", profile=profile, base=base, calibrated=done)
+
+
+def run(*arguments: Any, code: int = 0, stdin: str | None = None) -> SimpleNamespace:
+    """A command's ``stdout``, ``stderr`` and, with --json, ``json``; its exit code is checked."""
+    done = CliRunner().invoke(app, [str(a) for a in arguments], input=stdin)
+    assert done.exit_code == code, (done.exit_code, done.stdout, done.stderr, done.exception)
+    data = json.loads(done.stdout) if "--json" in arguments and code in (0, 3) else None
+    return SimpleNamespace(out=done.stdout, err=done.stderr, json=data)
+
+
+def test_calibrate_writes_a_profile_that_loads(home):
+    loaded = fasa_compile.load_profile(str(home.profile))
+    assert home.calibrated.json["out"] == str(home.profile)
+    assert [row["layer"] for row in home.calibrated.json["layers"]] == [p.layer for p in loaded.layers]
+    assert loaded.data["tokens"] == 256
+
+
+def test_explain_reads_a_configuration_alone(tmp_path):
+    """Llama-3.1-8B's shapes at 32k tokens, two layers of them: no weights, no GPU."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA_8B))
+    found = run("explain", config, "--layers", 2, "--n-fac", 1024, "--json").json
+    assert (found["sites"], found["sparse"], found["length"]) == (2, 2, 32768)
+    cost = found["expected"][0]
+    assert cost["dense_bytes"] == 32768 * 8 * 256 * 2
+    # int4, 64 of 128 dims: 32 bytes and 4 of scale and zero per token and KV head; and 1024 rows of K and V.
+    assert cost["sparse_bytes"] == 32768 * 8 * 36 + 1024 * 8 * 256 * 2
+    assert cost["card"].startswith("NVIDIA H100")
+    row = found["report"]["rows"][0]
+    assert (row["layer"], row["rope"], row["heads"]) == ("model.layers.0.self_attn", "half-split 128/128", "32/8 x 128")
+    text = run("explain", tmp_path, "--layers", 2).out
+    assert "2 of 2 attention sites would decode sparsely" in text and "model.layers.0-1.self_attn" in text
+
+
+def test_explain_says_why_not(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 4}))
+    done = run("explain", tmp_path, "--length", 256, code=3)
+    assert "0 of 1 attention sites" in done.out
+    assert "no-rope: the queries or keys carry no rotary embedding" in re.sub(r"\s+", " ", done.out)
+
+
+def test_a_growing_cache_and_the_html(home, tmp_path):
+    page = tmp_path / "report.html"
+    found = run("explain", home.model, "--cache", "dynamic", "--length", 512, "--html", page, "--json").json
+    assert found["sparse"] == 2 and found["report"]["rows"][0]["cache"].startswith("dynamic")
+    assert page.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_a_skeleton_is_never_run_and_takes_no_memory(tmp_path):
+    """70B parameters are looked at in a process that never holds 1.5 GB."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA_8B | {"hidden_size": 8192, "num_attention_heads": 64, "num_hidden_layers": 2}))
+    code = (
+        "import resource, sys\nfrom fasa_compile import loading, fasa_backend\n"
+        f"model = loading.skeleton(loading.configuration(loading.source({str(config)!r})))\n"
+        "backend = fasa_backend('all', n_fac=64, inner='eager')\nloading.survey(model, backend, length=131072, batch=4)\n"
+        "size = sum(p.nbytes for p in model.parameters())\n"
+        "print(len(backend.explain().sparse), size, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    sparse, size, peak = map(int, done.stdout.split())
+    assert sparse == 2 and size > 4e9
+    assert peak < 1.5e9
+
+
+def test_profile_show(home):
+    shown = run("profile", "show", home.profile, "--json").json
+    assert [row["n_tip"] for row in shown["layers"]] == [8, 8] and shown["fc_format"] == "int4"
+    text = run("profile", "show", "smollm2-135m-instruct-q4_1").out
+    assert text.count("model.layers.") == 30 and "9/3 x 64" in text
+
+
+def test_profile_diff(home, tmp_path):
+    other = tmp_path / "other.json"
+    run("calibrate", home.model, "--text", home.text, "--out", other, "--tokens", 256, "--n-tip", 4, "--n-fac", 99)
+    assert "the same" in run("profile", "diff", home.profile, home.profile).out
+    found = run("profile", "diff", home.profile, other, "--json", code=3).json
+    assert found["fields"] == {
+        "budget": [{"n_fac": 1024, "n_sink": 4, "n_recent": 16}, {"n_fac": 99, "n_sink": 4, "n_recent": 16}]
+    }
+    # The best 4 of a ranking are among its best 8: half of the union is shared.
+    assert [row["shared_fcs"] for row in found["layers"]] == [0.5, 0.5]
+    assert "50 % of the union" in run("profile", "diff", home.profile, other, code=3).out
+
+
+def test_profile_check(home, tmp_path):
+    assert [c["ok"] for c in run("profile", "check", home.profile, home.model, "--json").json] == [True, True, True]
+    tiny_llama(layers=2, num_key_value_heads=4).save_pretrained(tmp_path)
+    done = run("profile", "check", home.profile, tmp_path, "--no-weights", code=3)
+    assert "no  fits the model" in done.out
+
+
+def test_generate_gives_text_and_statistics(home):
+    common = ("generate", home.model, "--prompt", "The quick brown fox jumps over the lazy dog.", "--inner", "eager")
+    common += ("--new-tokens", 6, "--json")
+    (sparse,) = run(*common, "--profile", home.profile, "--n-fac", 24).json
+    assert (sparse["prompt_tokens"], sparse["new_tokens"]) == (44, 6)
+    assert (sparse["sites"], sparse["sparse_sites"], sparse["sparse_steps"]) == (2, 2, 5)
+    assert 0 < sparse["kv_bytes_read"] < sparse["kv_bytes_dense"]
+    (dense,) = run(*common, "--dense").json
+    assert dense["sparse_steps"] == 0 and dense["answer"] == covering(home)
+
+
+def covering(home: SimpleNamespace) -> str:
+    """The answer by transformers alone."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(home.model), AutoTokenizer.from_pretrained(home.model)
+    ids = tokenizer("The quick brown fox jumps over the lazy dog.", return_tensors="pt")["input_ids"]
+    out = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_a_chat_on_stdin(home):
+    given = ("generate", home.model, "-p", home.profile, "--n-fac", 24, "--new-tokens", 3, "--inner", "eager")
+    turns = run(*given, "--json", stdin="The first line.\n\nThe second one.\n").json
+    assert [turn["prompt"] for turn in turns] == ["The first line.", "The second one."]
+    assert turns[1]["prompt_tokens"] > turns[0]["prompt_tokens"] + len("The second one.")
+    assert "2 of 2 sites sparse" in run(*given, stdin="A line of some length for the cache.\n").err
+
+
+def test_bench_has_every_variant_and_a_plot(home, tmp_path):
+    record, plot = tmp_path / "bench.json", tmp_path / "bench.svg"
+    given = ("bench", home.model, "--contexts", "256,512,16", "--n-fac", 32, "--steps", 2, "--inner", "eager")
+    done = run(*given, "--out", record, "--plot", plot)
+    cases = json.loads(record.read_text())["cases"]
+    assert [c["context"] for c in cases] == [16, 256, 512] and "no room" in cases[0]["error"]
+    for case in cases[1:]:
+        rows = case["variants"]
+        assert set(rows) == {"hf", "dense", "sparse"} and rows["sparse"]["sites"] == {"sparse": 2}
+        assert rows["dense"]["sites"] == {"dense-kernel": 2}
+        assert case["speedup_over_hf"] == rows["hf"]["ms_per_step"] / rows["sparse"]["ms_per_step"]
+        assert case["kv_bytes"] == 2 * 2 * 2 * 32 * 4 * case["context"]
+    assert "ours, sparse" in done.out and plot.read_text().count("<polyline") == 3
+    assert (tmp_path / "bench-speedup.svg").read_text().count("<polyline") == 2
+
+
+def test_doctor_says_what_works(monkeypatch):
+    from fasa_compile import doctor
+
+    monkeypatch.setattr(doctor, "inductor_problem", lambda: "Inductor cannot compile for cpu: no compiler")
+    found = {f["name"]: f for f in run("doctor", "--json").json}
+    assert found["torch"]["found"] == torch.__version__ and found["sparse decode, reference"]["state"] == "ok"
+    assert found["Inductor"]["state"] == "note" and "build-essential" in found["Inductor"]["advice"]
+    monkeypatch.setattr(doctor, "version", lambda name: "1.0" if name == "torch" else "")
+    assert "older than 2.11" in run("doctor", code=3).out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("explain", "nowhere"), "there is no such file or folder"),
+        (("explain", "{base}"), "expected a config.json in this folder"),
+        (("explain", "{text}"), "expected a model folder, a .gguf file or a config.json"),
+        (("explain", "{model}", "--layers", "9"), "--layers: expected 1 to 2, found 9"),
+        (("profile", "show", "{text}"), "expected"),
+        (
+            ("profile", "show", "nothing"),
+            "expected a path ending in .json or .safetensors, or the name of a shipped profile",
+        ),
+        (
+            ("generate", "{model}", "--prompt", "x", "-p", "{profile}", "--n-fac", "3", "--inner", "eager"),
+            "n_sink + n_recent",
+        ),
+        (("generate", "{bare}", "--prompt", "x", "--dense", "--inner", "eager"), "found no tokenizer"),
+    ],
+)
+def test_errors_are_one_line(home, arguments, message):
+    bare = home.base / "bare"
+    bare.mkdir(exist_ok=True)
+    (bare / "config.json").write_text((home.model / "config.json").read_text())
+    names = {"base": home.base, "text": home.text, "model": home.model, "profile": home.profile, "bare": bare}
+    done = run(*(a.format(**names) for a in arguments), code=1)
+    lines = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and message in lines[0] and "Traceback" not in done.err
+
+
+def test_wrong_usage_is_exit_code_two(home):
+    for arguments in (
+        ("explain",),
+        ("explain", home.model, "--cache", "other"),
+        ("explain", home.model, "--card", "no such card"),
+        ("bench", home.model, "--contexts", "4x"),
+        ("bench", home.model, "--variants", "hf,none", "--inner", "eager"),
+        ("generate", home.model, "--prompt", "x", "--device", "cuda", "--inner", "eager"),
+    ):
+        if "cuda" not in arguments or not torch.cuda.is_available():
+            run(*arguments, code=2)
+
+
+def test_numbers_are_folded():
+    assert _ranges([0, 1, 2, 5]) == "0-2,5" and _ranges([1, 3, 5, 7]) == "1-7 step 2" and _ranges([4]) == "4"
+    assert _numbers("32k,4096") == (4096, 32768)
+    assert _folded([]) == []
+
+
+def test_help_needs_no_torch():
+    """The help and completion are quick: neither torch nor transformers is imported."""
+    code = "import sys, fasa_compile.cli\nprint(sorted({'torch', 'transformers', 'triton'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_shell_completion():
+    script = "import sys; sys.argv[0] = 'fasa-compile'\nfrom fasa_compile.__main__ import main; main()"
+    asked = os.environ | {"_FASA_COMPILE_COMPLETE": "complete_bash", "COMP_WORDS": "fasa-compile ex", "COMP_CWORD": "1"}
+    done = subprocess.run([sys.executable, "-P", "-c", script], env=asked, capture_output=True, text=True, timeout=60)
+    assert "explain" in done.stdout, (done.stdout, done.stderr)
+
+
+def test_without_typer_it_says_what_to_install():
+    code = "import sys; sys.modules['typer'] = None\nfrom fasa_compile.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "pip install 'fasa-compile[cli]'" in done.stderr
+
+
+def test_a_configuration_with_no_model_type(tmp_path):
+    (tmp_path / "some.json").write_text("{}")
+    with pytest.raises(fasa_compile.ModelError, match="expected a model_type"):
+        loading.configuration(loading.source(tmp_path / "some.json"))
