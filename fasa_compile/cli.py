@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fasa_compile.errors import FasaError, FasaWarning
+from fasa_compile.report_html import size
 
 if TYPE_CHECKING:
     from fasa_compile.generation import Clock
@@ -106,14 +107,6 @@ def _busy(text: str) -> Iterator[Callable[[str], None]]:
     """A spinner on stderr while something is done; the value changes what it says."""
     with _err().status(text) as status:
         yield status.update
-
-
-def _size(n: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024 or unit == "GiB":
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"
-        n /= 1024
-    return ""
 
 
 def _device(given: str | None) -> str:
@@ -229,7 +222,7 @@ def _sites_table(rows: Sequence[Row]) -> Group:
         elif row.budget:
             decision.append(f" {row.budget}", style="dim")
         dense, sparse = (sum(getattr(r, f"{kind}_bytes") for r in members) for kind in ("dense", "sparse"))
-        read = f"{_size(sparse)} of {_size(dense)}" if dense and sparse < dense else _size(dense) if dense else ""
+        read = f"{size(sparse)} of {size(dense)}" if dense and sparse < dense else size(dense) if dense else ""
         table.add_row(name, str(len(members)), row.heads, row.rope, decision, read)
     notes = [Text.assemble((f"{key}: ", "bold yellow"), text) for key, text in sorted(reasons.items())]
     return Group(table, *notes)
@@ -321,10 +314,10 @@ def explain(
         )
         grid = Table.grid(padding=(0, 2))
         grid.add_row(
-            "KV read per step", f"{_size(less)} instead of {_size(dense)}, {dense / max(less, 1):.1f} times less"
+            "KV read per step", f"{size(less)} instead of {size(dense)}, {dense / max(less, 1):.1f} times less"
         )
         if packed:
-            grid.add_row("packed FC caches", f"{_size(packed)}, beside {_size(dense)} of K and V")
+            grid.add_row("packed FC caches", f"{size(packed)}, beside {size(dense)} of K and V")
         grid.add_row("attention per step", f"{us:,.0f} us expected, {dense_us:,.0f} us dense ({known[0].name})")
         grid.add_row(
             "break-even", "never" if even >= NEVER else f"{even:,} tokens: shorter caches are read densely on a GPU"
@@ -764,7 +757,7 @@ def _statistics_line(found: dict[str, Any]) -> str:
         f"{found['sparse_steps']} sparse steps",
     ]
     if found["kv_bytes_dense"] > found["kv_bytes_read"]:
-        parts.append(f"{_size(found['kv_bytes_read'])} of {_size(found['kv_bytes_dense'])} K and V read per step")
+        parts.append(f"{size(found['kv_bytes_read'])} of {size(found['kv_bytes_dense'])} K and V read per step")
     return f"[dim]{'  |  '.join(parts)}[/]"
 
 
@@ -792,7 +785,7 @@ def _bench_table(record: dict[str, Any]) -> Table:
     table = _table(heads, right=heads)
     for case in record["cases"]:
         if "error" in case:
-            table.add_row(tokens(case["context"]), Text(case["error"], style="yellow"))
+            table.add_row(tokens(case["context"]), Text("-", style="yellow"))
             continue
         rows = case["variants"]
         sparse = rows.get("sparse", {})
@@ -886,8 +879,97 @@ def bench(
             highlight=False,
         )
         out_.print(_bench_table(record))
+        for case in record["cases"]:
+            if "error" in case:
+                out_.print(f"[yellow]{case['context']:,} tokens: {escape(case['error'])}[/]", highlight=False)
         reasons = {r for c in record["cases"] for r in c.get("variants", {}).get("sparse", {}).get("reasons", ())}
         if reasons:
             out_.print(f"[dim]read densely in some cases: {', '.join(sorted(reasons))}[/]", highlight=False)
     if all("error" in case for case in record["cases"]):
         raise typer.Exit(1)
+
+
+# --- report --------------------------------------------------------------------------------------------------------------
+
+
+@command(app, "report")
+def report(
+    model: MODEL,
+    out: Annotated[Path, typer.Option(help="The HTML file to write.", show_default=False)],
+    prompt: Annotated[str, typer.Option(help="What to continue or answer.")] = "",
+    file: Annotated[Path | None, typer.Option(help="A text that stands before the prompt.")] = None,
+    profile: PROFILE = None,
+    n_fac: N_FAC = None,
+    new_tokens: Annotated[int, typer.Option("--new-tokens", min=4, help="Tokens of each run.")] = 48,
+    compare: Annotated[bool, typer.Option(help="Run densely too.")] = True,
+    device: DEVICE = None,
+    inner: INNER = None,
+    any_weights: ANYWAY = False,
+    as_json: JSON = False,
+) -> None:
+    """Run a prompt sparsely (every step audited) and densely, and write what happened as one HTML file."""
+    import torch
+
+    import fasa_compile
+    from fasa_compile import loading
+    from fasa_compile.doctor import environment
+    from fasa_compile.errors import ModelError
+    from fasa_compile.generation import Clock, compiled_forward
+
+    found = loading.source(model)
+    loaded = _profile(profile) or "all"
+    place, compiler = _device(device), _inner(inner)
+    text = (file.read_text(encoding="utf-8") + "\n\n" if file is not None else "") + prompt
+    with _busy(f"loading {escape(found.name)}") as note:
+        real, tokenizer = loading.load(found, place)
+        ids = _need_tokenizer(tokenizer, model)(text, return_tensors="pt", verbose=False)["input_ids"].to(real.device)
+        if ids.shape[1] < 2:
+            raise ModelError(
+                f"a report needs a prompt of at least 2 tokens, found {ids.shape[1]}: give --prompt or --file"
+            )
+        runs: dict[str, Any] = {}
+        options: dict[str, Any] = {"audit": 1, **({"check_weights": False} if any_weights else {}), **_budget(n_fac)}
+        backends: dict[str, Any] = {"sparse": fasa_compile.fasa_backend(loaded, inner=compiler, **options)}
+        if compare:
+            backends["dense"] = fasa_compile.fasa_backend(None, inner=compiler)
+        for name, backend in backends.items():
+            note(f"decoding, {name}")
+            torch._dynamo.reset()
+            fasa_compile.reset_stats()
+            clock = Clock()
+            with compiled_forward(real, backend):
+                real.generate(
+                    ids,
+                    attention_mask=ids.new_ones(ids.shape),
+                    max_new_tokens=new_tokens,
+                    min_new_tokens=new_tokens,
+                    do_sample=False,
+                    cache_implementation="static",
+                    disable_compile=True,
+                    streamer=clock,
+                    pad_token_id=0,
+                )
+            answer = tokenizer.decode(clock.tokens, skip_special_tokens=True)
+            lost = fasa_compile.stats().get("lost_mass") or {}
+            runs[name] = {"answer": answer, "lost_mass": lost, **_statistics(ids.shape[1], clock, backend.explain())}
+    made = backends["sparse"].explain()
+    facts = {
+        "model": type(real).__name__,
+        "environment": environment(real.device),
+        "profile": profile or "all",
+        "prompt": text,
+        "answer": runs["sparse"].pop("answer"),
+        "lost_mass": runs["sparse"].pop("lost_mass"),
+        "packed_bytes": sum(r.packed_bytes for r in made.sparse),
+        "sparse": runs["sparse"],
+    }
+    if compare:
+        facts["dense_answer"] = runs["dense"].pop("answer")
+        runs["dense"].pop("lost_mass")
+        facts["dense"] = runs["dense"]
+    out.write_text(made.html(facts), encoding="utf-8")
+    if as_json:
+        _print_json(facts)
+    else:
+        _out().print(f"[green]wrote[/] {escape(str(out))}", highlight=False)
+        _out().print(_statistics_line(runs["sparse"]), highlight=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -170,11 +171,11 @@ class Report:
         ]
         return json.dumps({"schema": 1, "graphs": graphs, "rows": [asdict(r) for r in self.rows]}, indent=1)
 
-    def html(self) -> str:
-        """The report as one HTML document that needs no other file."""
+    def html(self, run: Mapping[str, Any] | None = None) -> str:
+        """The report as one HTML document that needs no other file; ``run``: what one run took (``fasa-compile report``)."""
         from fasa_compile.report_html import html
 
-        return html(self)
+        return html(self, run)
 
     def __str__(self) -> str:
         if not self.graphs:

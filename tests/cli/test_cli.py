@@ -181,7 +181,6 @@ def test_a_chat_on_stdin(home):
     turns = run(*given, "--json", stdin="The first line.\n\nThe second one.\n").json
     assert [turn["prompt"] for turn in turns] == ["The first line.", "The second one."]
     assert turns[1]["prompt_tokens"] > turns[0]["prompt_tokens"] + len("The second one.")
-    assert "2 of 2 sites sparse" in run(*given, stdin="A line of some length for the cache.\n").err
 
 
 def test_bench_has_every_variant_and_a_plot(home, tmp_path):
@@ -283,3 +282,18 @@ def test_a_configuration_with_no_model_type(tmp_path):
     (tmp_path / "some.json").write_text("{}")
     with pytest.raises(fasa_compile.ModelError, match="expected a model_type"):
         loading.configuration(loading.source(tmp_path / "some.json"))
+
+
+def test_report_is_one_file_of_a_run(home, tmp_path):
+    page = tmp_path / "run.html"
+    given = ("report", home.model, "--out", page, "--file", home.text, "-p", home.profile, "--n-fac", 32)
+    facts = run(*given, "--new-tokens", 6, "--inner", "eager", "--json").json
+    assert set(facts["lost_mass"]) == {"model.layers.0.self_attn", "model.layers.1.self_attn"}
+    assert facts["sparse"]["sparse_steps"] == 5 and facts["dense"]["sparse_steps"] == 0
+    text = page.read_text(encoding="utf-8")
+    # 2 layers of 16 frequencies, and 4 KV heads of them.
+    assert text.count("<title>model.layers.") == 2 * 16 + 4 * 16
+    assert "Attention mass captured" in text and "dense / sparse" in text
+    mean = sum(row["mean"] for row in facts["lost_mass"].values()) / 2
+    assert f"{100 * (1 - mean):.1f} %" in text
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "") and "<script" not in text
