@@ -19,6 +19,7 @@ from fasa_compile.errors import (
 if TYPE_CHECKING:
     from fasa_compile.backend import FasaBackend, explain, fasa_backend
     from fasa_compile.calibration import calibrate
+    from fasa_compile.generation import generate
     from fasa_compile.profiles.files import load_profile
     from fasa_compile.profiles.schema import FCProfile
     from fasa_compile.report import Report
@@ -30,6 +31,7 @@ _LAZY = {
     "explain": "fasa_compile.backend",
     "fasa_backend": "fasa_compile.backend",
     "calibrate": "fasa_compile.calibration",
+    "generate": "fasa_compile.generation",
     "FCProfile": "fasa_compile.profiles.schema",
     "load_profile": "fasa_compile.profiles.files",
     "Report": "fasa_compile.report",
@@ -49,6 +51,7 @@ __all__ = [
     "calibrate",
     "explain",
     "fasa_backend",
+    "generate",
     "load_profile",
     "reset_stats",
     "stats",

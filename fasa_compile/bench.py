@@ -34,7 +34,7 @@ class Setting:
     inner: Inner = "inductor"
     mode: str | None = None
     prefill: bool = True
-    budget: tuple[tuple[str, int], ...] = ()
+    budget: tuple[tuple[str, Any], ...] = ()
 
 
 def stand_in_profile(sites: Sequence[AttentionSite], fc_format: str = "int4") -> FCProfile:

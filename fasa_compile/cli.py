@@ -146,7 +146,7 @@ def _need_tokenizer(tokenizer: Any, model: str) -> Any:
     return tokenizer
 
 
-def _budget(n_fac: int | None, n_sink: int | None = None, n_recent: int | None = None) -> dict[str, int]:
+def _budget(n_fac: int | None, n_sink: int | None = None, n_recent: int | None = None) -> dict[str, Any]:
     given = {"n_fac": n_fac, "n_sink": n_sink, "n_recent": n_recent}
     return {name: value for name, value in given.items() if value is not None}
 
