@@ -23,7 +23,7 @@ from fasa_compile.counters import count, decline
 from fasa_compile.dump import dump
 from fasa_compile.errors import FasaError, FasaWarning, NoSitesError, ProfileError
 from fasa_compile.fallback import Fallback, inputs_to_save
-from fasa_compile.fingerprint import same_weights, weights_fingerprint
+from fasa_compile.fingerprint import same_weights, weights_fingerprint, weights_stamp
 from fasa_compile.match import match
 from fasa_compile.patterns import attention
 from fasa_compile.plan import Decision, Plan, Policy, demote, is_one, plan
@@ -165,7 +165,9 @@ class FasaBackend:
         self.inner = inner
         self.strict = strict
         self.check_weights = check_weights
-        self._checked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._stamps: weakref.WeakKeyDictionary[torch.nn.Module, int] = (
+            weakref.WeakKeyDictionary()
+        )  # of checked weights
         self.graphs: list[GraphRecord] = []
         self._warned: set[str] = set()
         _live.add(self)
@@ -197,7 +199,7 @@ class FasaBackend:
             self._record("prefill", note=f"{len(nodes)} attention sites, dense")
             return counted(inner(gm, example_inputs), "dense_steps")
         began = time.thread_time()
-        shadow, planned = self._plan(gm, example_inputs)
+        shadow, planned, check = self._plan(gm, example_inputs)
         rewritten: Rewritten | None = None
         compiled: Callable[..., Any] | None = None
         if shadow is not None and planned.rewritten:
@@ -221,21 +223,26 @@ class FasaBackend:
                 example_inputs,
                 counter="sparse_steps" if planned.sparse else "dense_steps",
                 audit=self.audit,
+                check=check,
                 fallback=Fallback(gm.forward, inputs_to_save(shadow), lambda p: self._step_failed(number, planned, p)),
             )
         return counted(inner(gm, example_inputs), "dense_steps")
 
-    def _plan(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Shadow | None, Plan]:
+    def _plan(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> tuple[Shadow | None, Plan, Callable[[], None] | None]:
+        """The shadow, the plan, and what checks the weights again later."""
         try:
             shadow = capture(gm, example_inputs)
             sites = match(shadow, prove=self.policy.profile is not None)
         except Exception as problem:
-            return None, self._untraced(gm, problem)
+            return None, self._untraced(gm, problem), None
         sites = [_without_aliases(site, shadow) for site in sites]
         sites, root = self._located(sites)
         prefix = self._check_model([s for s in sites if isinstance(s, AttentionSite)], root)
         grad, autocast = _records_gradients(example_inputs), _autocasts(gm, example_inputs)
-        return shadow, plan(sites, self.policy, grad=grad, autocast=autocast, prefix=prefix)
+        planned = plan(sites, self.policy, grad=grad, autocast=autocast, prefix=prefix)
+        return shadow, planned, self._checker(root, prefix)
 
     def _located(
         self, sites: list[AttentionSite | NoMatch]
@@ -258,7 +265,7 @@ class FasaBackend:
         return sites, root
 
     def _check_model(self, sites: Sequence[AttentionSite], root: torch.nn.Module | None) -> str:
-        """Raise ``ProfileError`` where the model ``root`` is not the one that the profile was made for. Once per model.
+        """Raise ``ProfileError`` where the model ``root`` is not the one that the profile was made for.
 
         Returns what stands before the profile's module paths in the sites': "" or a wrapper's path and a dot.
         """
@@ -271,7 +278,8 @@ class FasaBackend:
         if root is None:
             return prefix
         pin_root_module(root)
-        if root in self._checked:
+        if root in self._stamps:
+            self._check_weights(root, prefix)
             return prefix
         missing = [p.layer for p in profile.layers if not has_module(root, prefix + p.layer)]
         if missing:
@@ -279,15 +287,36 @@ class FasaBackend:
                 f"the profile has {len(profile.layers)} layers, and {len(missing)} of them are not in {type(root).__name__}, "
                 f"{missing[0]!r} first: it belongs to another model; calibrate one for this model"
             )
-        found = weights_fingerprint(root.get_submodule(prefix.rstrip(".")))
+        self._check_weights(root, prefix)
+        return prefix
+
+    def _check_weights(self, root: torch.nn.Module, prefix: str) -> None:
+        """Raise ``ProfileError`` where the weights are not those of the profile. Read only where they may have changed since."""
+        profile, model = self.policy.profile, root.get_submodule(prefix.rstrip("."))
+        assert isinstance(profile, FCProfile)
+        stamp = weights_stamp(model)
+        if self._stamps.get(root) == stamp:
+            return
+        found = weights_fingerprint(model)
         if self.check_weights and not same_weights(profile.model.weights_hash, found):
             raise ProfileError(
                 f"the profile was made for other weights: its fingerprint is {profile.model.weights_hash} "
                 f"({profile.model.architecture}), that of this {type(root).__name__} is {found}. Calibrate one for these weights, "
                 "or pass check_weights=False to use it on purpose (fine-tuned, adapted or quantised weights)"
             )
-        self._checked.add(root)
-        return prefix
+        self._stamps[root] = stamp
+
+    def _checker(self, root: torch.nn.Module | None, prefix: str) -> Callable[[], None] | None:
+        """``_check_weights`` for later steps, where there was something to check."""
+        if root is None or root not in self._stamps or not self.check_weights:
+            return None
+        own = weakref.ref(root)
+
+        def check() -> None:
+            if (module := own()) is not None:
+                self._check_weights(module, prefix)
+
+        return check
 
     def _untraced(self, gm: fx.GraphModule, problem: Exception) -> Plan:
         self._fall_back("a graph could not be read; it runs as it was", problem)
@@ -411,7 +440,8 @@ def fasa_backend(
     fewer tokens are read densely; by default the break-even length of the cost model on a GPU (``fasa_compile.cost``), and 0
     elsewhere. ``inner``: the compiler that takes
     the rewritten graph. ``strict``: raise where the default is to warn and stay dense. ``check_weights=False`` accepts a profile
-    made for other weights of the same shapes. ``audit=n``: on every n-th decode step measure, on the device and without waiting for
+    made for other weights of the same shapes (weights are compared when a graph is compiled, and again at the first step after a
+    prompt if they have been written since). ``audit=n``: on every n-th decode step measure, on the device and without waiting for
     it, the attention mass that the selection lost (one KV head of every fourth layer, in turn); ``stats()["lost_mass"]`` has the
     means by layer. For sites whose packed FC cache is kept (static caches); steps inside a CUDA graph that you capture are not seen.
 

@@ -52,6 +52,18 @@ def weights_fingerprint(model: nn.Module) -> str:
     return f"{_VERSION}-{shapes.hexdigest()[:16]}-{values.hexdigest()[:16] if readable else UNREAD}"
 
 
+def weights_stamp(model: nn.Module) -> int:
+    """A number that changes when a parameter is replaced, moved or written, as far as PyTorch counts writes; nothing is read."""
+    return hash(tuple((id(p), -1 if p.is_inference() else p._version, _address(p)) for p in model.parameters()))
+
+
+def _address(parameter: Tensor) -> int:
+    try:
+        return parameter.data_ptr()
+    except RuntimeError:  # a fake tensor, or a subclass without memory of its own
+        return 0
+
+
 def same_weights(recorded: str, found: str) -> bool:
     """Whether two weight fingerprints can be of one model; names and shapes decide alone where one has no values."""
     a, b = recorded.split("-"), found.split("-")

@@ -161,9 +161,11 @@ class Runtime:
         *,
         counter: str = "sparse_steps",
         audit: int = 0,
+        check: Callable[[], None] | None = None,
         fallback: Fallback | None = None,
     ) -> None:
         self._compiled = compiled
+        self._check = check  # raises where the weights are not the profile's any more
         self._fallback = fallback
         self._gave_up = False  # whether the model's own graph has taken over
         self._ran = False  # whether the rewritten graph has run to its end once
@@ -209,9 +211,11 @@ class Runtime:
                 number.check(arguments)
             capturing = self._cuda and torch.cuda.is_current_stream_capturing()
             try:
-                self._bind(arguments, capturing)
+                anew = self._bind(arguments, capturing)
             except Exception as problem:  # the graph has not begun, so nothing needs to be put back
                 return self._give_up(problem, arguments, {} if not capturing else None)
+            if anew and self._check is not None:
+                self._check()
             saved = self._copies(arguments) if not self._ran and not capturing else None
             try:
                 result = self._compiled(*arguments, *self._extra)
@@ -230,8 +234,9 @@ class Runtime:
             count(self._counter)
             return result
 
-    def _bind(self, arguments: Sequence[Any], capturing: bool) -> None:
-        """Binds a packed cache that agrees with K to every site."""
+    def _bind(self, arguments: Sequence[Any], capturing: bool) -> bool:
+        """Binds a packed cache that agrees with K to every site; whether one was made anew that will be kept."""
+        anew = False
         for keeper in self._keepers:
             k = arguments[keeper.k_input]
             packed = keeper.current
@@ -239,7 +244,9 @@ class Runtime:
                 packed = keeper.caches.get(id(k))
                 if packed is None or capturing or not packed.agrees(k):
                     packed = keeper.refresh(k, capturing=capturing)
+                    anew |= not packed.frozen
                 keeper.bind(packed)
+        return anew
 
     def _copies(self, arguments: Sequence[Any]) -> dict[int, torch.Tensor] | None:
         """Of what the graph's first step may change for good; None where that is not known or too much."""

@@ -176,6 +176,90 @@ def test_a_cache_too_large_to_copy_is_an_error(monkeypatch):
         steps_of(model, step)
 
 
+def by_rows(cache, other, new, pos):
+    cache[:, pos] = new
+    other[:, pos] = cache[:, :2].sum()
+
+
+def through_a_view(cache, other, new, pos):
+    cache.transpose(0, 1)[pos] = new.transpose(0, 1)
+
+
+def in_a_slice(cache, other, new, pos):
+    cache[:, 2:4] = new[:, :1]
+
+
+def added(cache, other, new, pos):
+    cache.index_put_((torch.arange(3)[:, None], pos[None, :]), new, accumulate=True)
+
+
+def read_before(cache, other, new, pos):
+    cache[:, pos] = new + cache.sum()
+
+
+def told_by_what_is_written(cache, other, new, pos):
+    other[:, pos] = new
+    cache[:, other[0, :1].long() % 4] = new[:, :1]
+
+
+def moved_on(cache, other, new, pos):
+    cache[:, pos] = new
+    pos.add_(1)
+
+
+def through_two_inputs(cache, other, new, pos):
+    cache[:, pos] = new
+    other[:, pos + 1] = new
+
+
+@pytest.mark.parametrize(
+    ("graph", "shared", "saved"),
+    [
+        (by_rows, False, ()),
+        (through_a_view, False, ()),
+        (in_a_slice, False, ()),
+        (added, False, ("cache",)),
+        (read_before, False, ("cache",)),
+        (told_by_what_is_written, False, ("cache",)),
+        (moved_on, False, ("pos",)),
+        (through_two_inputs, True, None),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_what_may_be_run_again(graph, shared, saved):
+    """Inputs that a second run of a graph would find changed; and when they are put back, it ends as a single run does."""
+    from fasa_compile.capture import capture
+    from fasa_compile.fallback import copies, inputs_to_save, put_back
+
+    found = []
+
+    def backend(gm, example_inputs):
+        places = inputs_to_save(capture(gm, example_inputs))
+        names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+        found.append(None if places is None else tuple(names[i].removeprefix("l_").rstrip("_") for i in places))
+
+        def twice(*arguments):
+            saved = copies(arguments, places or ())
+            gm(*arguments)
+            put_back(arguments, saved)
+            return gm(*arguments)
+
+        return twice
+
+    def inputs():
+        g = torch.Generator().manual_seed(0)
+        both = torch.randn(2, 3, 8, generator=g)
+        other = both[0] if shared else torch.randn(3, 8, generator=g)
+        return both[0], other, torch.randn(3, 2, generator=g), torch.tensor([4, 5])
+
+    once, again = inputs(), inputs()
+    graph(*once)
+    torch.compile(graph, backend=backend, dynamic=False)(*again)
+    assert found == [saved]
+    if saved is not None:
+        assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+
+
 def test_an_inner_compiler_that_fails_when_it_tunes():
     """What it made fails in its first call, where it would time its choices."""
     model = tiny_llama(layers=2)

@@ -1,0 +1,127 @@
+"""What no test noticed when the package was broken on purpose (``tests/mutation``), until these."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from models import (
+    Custom,
+    Interleaved,
+    cache_for,
+    compiled,
+    decode,
+    decode_custom,
+    difference,
+    llama_profile,
+    profile_of,
+    tiny_llama,
+)
+from torch.nn import functional as F
+
+import fasa_compile
+from fasa_compile import FasaWarning, calibrate, fasa_backend
+
+IDS = torch.randint(0, 512, (1, 44), generator=torch.Generator().manual_seed(3))
+TOKENS = torch.randint(0, 128, (1, 50), generator=torch.Generator().manual_seed(2))
+PAIRS = tuple((2 * i, 2 * i + 1) for i in range(8))
+
+
+def reasons(made) -> set[str]:
+    return {row.reason for row in made.explain().rows}
+
+
+def test_double_precision_stays_dense():
+    model = tiny_llama(layers=1).double()
+    made = fasa_backend(llama_profile(1), inner="eager", check_weights=False)
+    with pytest.warns(FasaWarning, match="float64"):
+        found = decode(model, torch.compile(model, backend=made), IDS, cache_for(model, "static"), 2)
+    assert reasons(made) == {"dtype"}
+    assert difference(found, decode(model, model, IDS, cache_for(model, "static"), 2)) <= 1e-12
+
+
+@pytest.mark.parametrize(("n_fac", "sparse"), [(63, True), (64, False), (65, False)])
+def test_a_budget_of_exactly_the_cache_is_dense(n_fac, sparse):
+    model = tiny_llama(layers=1)
+    made = fasa_backend(llama_profile(1), n_fac=n_fac, inner="eager", check_weights=False)
+    decode(model, torch.compile(model, backend=made), IDS, cache_for(model, "static", 64), 2)
+    assert reasons(made) == ({""} if sparse else {"within-budget"})
+
+
+def test_other_options_under_the_registered_name_are_another_backend():
+    model = tiny_llama(layers=1)
+    outcomes = []
+    for n_fac in (8, 40):
+        torch._dynamo.reset()
+        options = {"profile": "all", "n_fac": n_fac, "n_sink": 1, "n_recent": 2, "inner": "eager"}
+        step = torch.compile(model, backend="fasa", options=options)
+        outcomes.append(decode(model, step, IDS, cache_for(model, "static"), 2))
+        mine = compiled(model, "all", n_fac=n_fac, n_sink=1, n_recent=2)
+        assert torch.equal(outcomes[-1], decode(model, mine, IDS, cache_for(model, "static"), 2))
+    assert difference(*outcomes) > 1e-3
+
+
+def test_padding_is_not_calibrated_on():
+    """Two rows of other lengths in one padded batch are the same two texts one after another; scale and soft cap are the graph's."""
+    torch.manual_seed(1)
+    texts = [torch.randint(1, 512, (n,)) for n in (30, 21)]
+    ids = torch.zeros(2, 30, dtype=torch.int64)
+    for row, text in zip(ids, texts, strict=True):
+        row[: len(text)] = text
+    mask = (torch.arange(30) < torch.tensor([[30], [21]])).long()
+    model = tiny_llama(layers=2)
+
+    def padded(m, ids):
+        return m(ids, attention_mask=mask, use_cache=False)
+
+    together = calibrate(model, ids, forward=padded, progress=False)
+    apart = calibrate(model, texts, progress=False)
+    for mine, theirs in zip(together.layers, apart.layers, strict=True):
+        assert mine.stats["tokens"] == theirs.stats["tokens"] == 51
+        for name in ("centre", "spread", "norm"):
+            torch.testing.assert_close(getattr(mine, name), getattr(theirs, name), atol=1e-4, rtol=1e-4)
+        assert torch.equal(mine.fcs, theirs.fcs)
+
+
+def test_the_norm_is_that_of_the_graphs_scale():
+    """The same weights with queries half as large and a scale twice as large: the same scores, the same norms."""
+    model, twin = tiny_llama(layers=1), tiny_llama(layers=1)
+    attention = twin.model.layers[0].self_attn
+    attention.q_proj.weight.data /= 2
+    attention.scaling *= 2
+    mine, theirs = (calibrate(m, IDS, progress=False).layers[0] for m in (model, twin))
+    torch.testing.assert_close(mine.norm, theirs.norm, atol=1e-4, rtol=1e-4)
+    assert mine.norm.abs().max() > 0.1
+
+
+class Adds(Interleaved):
+    """The new keys are added to what the row holds."""
+
+    def forward(self, x, pos, table, mask):
+        B, T, _ = x.shape
+        q, k, v = self.qkv(x).view(B, T, -1, self.D).split([self.H, self.HKV, self.HKV], dim=2)
+        q, k = self.rotate(q, table), self.rotate(k, table)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        rows = (torch.zeros(1, dtype=torch.int64)[:, None], torch.arange(self.HKV)[:, None], pos[None, :])
+        self.k_cache.index_put_(rows, k[0], accumulate=True)
+        self.v_cache[:, :, pos] = v
+        keys, values = self.k_cache.repeat_interleave(2, 1), self.v_cache.repeat_interleave(2, 1)
+        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=0.3)
+        return self.out(y.transpose(1, 2).reshape(B, T, -1))
+
+
+def test_keys_that_are_added_to_a_row_are_not_its_keys():
+    """Twice at one position: the second time the row holds the sum of two keys, which no write put there."""
+    profile = profile_of([(f"blocks.{i}", 4, 2, 16, PAIRS) for i in range(2)], 3, n_fac=60, n_sink=1, n_recent=2)
+    model, plain = Custom(Adds).eval(), Custom(Adds).eval()
+    made = fasa_backend(profile, inner="eager", check_weights=False)
+    step = torch.compile(model, backend=made)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore", FasaWarning)
+        for each in (model, plain):
+            decode_custom(each, each, TOKENS[:, :40], 1)
+        for i in (40, 40, 41):
+            token, pos = TOKENS[:, i : i + 1].clone(), torch.tensor([i])
+            assert difference(step(token, pos), plain(token, pos)) <= 1e-4
+    assert fasa_compile.stats()["rewritten_sites"] == 0
