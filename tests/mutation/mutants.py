@@ -626,6 +626,13 @@ add(
     f"{FAULTS}::test_a_forked_process_goes_on_where_its_parent_was",
 )
 
+add(
+    "weights may be replaced after the first step",
+    "if anew and self._check is not None:",
+    "if False:",
+    "end_to_end/test_later_changes.py::test_a_profile_of_the_weights_before_is_an_error_at_the_next_prompt",
+)
+
 add = breaks("fasa_compile/fallback.py", FAULTS)
 add(
     "a cache of any size is copied",
@@ -651,13 +658,6 @@ add(
     "        else:\n            return None\n    return found\n\n\ndef _made_of",
     "    return found\n\n\ndef _made_of",
     f"{FAULTS}::test_what_may_be_run_again",
-)
-
-add(
-    "weights may be replaced after the first step",
-    "if anew and self._check is not None:",
-    "if False:",
-    "end_to_end/test_later_changes.py::test_a_profile_of_the_weights_before_is_an_error_at_the_next_prompt",
 )
 
 add = breaks("fasa_compile/audit.py", AUDIT)
