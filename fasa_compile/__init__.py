@@ -13,6 +13,7 @@ from fasa_compile.errors import (
     FasaWarning,
     ModelError,
     NoSitesError,
+    OffloadError,
     ProfileError,
 )
 
@@ -20,9 +21,11 @@ if TYPE_CHECKING:
     from fasa_compile.backend import FasaBackend, explain, fasa_backend
     from fasa_compile.calibration import calibrate
     from fasa_compile.generation import generate
+    from fasa_compile.offload import offloaded_cache, staged
     from fasa_compile.profiles.files import load_profile
     from fasa_compile.profiles.schema import FCProfile
     from fasa_compile.report import Report
+    from fasa_compile.static_cache import FasaStaticCache
 
 __version__ = "0.1.0"
 
@@ -32,6 +35,9 @@ _LAZY = {
     "fasa_backend": "fasa_compile.backend",
     "calibrate": "fasa_compile.calibration",
     "generate": "fasa_compile.generation",
+    "offloaded_cache": "fasa_compile.offload",
+    "staged": "fasa_compile.offload",
+    "FasaStaticCache": "fasa_compile.static_cache",
     "FCProfile": "fasa_compile.profiles.schema",
     "load_profile": "fasa_compile.profiles.files",
     "Report": "fasa_compile.report",
@@ -43,9 +49,11 @@ __all__ = [
     "FCProfile",
     "FasaBackend",
     "FasaError",
+    "FasaStaticCache",
     "FasaWarning",
     "ModelError",
     "NoSitesError",
+    "OffloadError",
     "ProfileError",
     "Report",
     "calibrate",
@@ -53,7 +61,9 @@ __all__ = [
     "fasa_backend",
     "generate",
     "load_profile",
+    "offloaded_cache",
     "reset_stats",
+    "staged",
     "stats",
 ]
 

@@ -9,6 +9,7 @@ import os
 import time
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -25,12 +26,13 @@ from fasa_compile.errors import FasaError, FasaWarning, NoSitesError, ProfileErr
 from fasa_compile.fallback import Fallback, inputs_to_save
 from fasa_compile.fingerprint import same_weights, weights_fingerprint, weights_stamp
 from fasa_compile.match import match
+from fasa_compile.offload import check_device, rows_of
 from fasa_compile.patterns import attention
 from fasa_compile.plan import Decision, Plan, Policy, demote, is_one, plan
 from fasa_compile.profiles.files import load_profile
 from fasa_compile.profiles.schema import FCProfile
 from fasa_compile.report import GraphRecord, Report, why
-from fasa_compile.rewrite import NotExpressible, Rewritten, rewrite
+from fasa_compile.rewrite import VIEWS, NotExpressible, Rewritten, rewrite
 from fasa_compile.runtime import Runtime, counted
 from fasa_compile.sites import AttentionSite, NoMatch, below
 
@@ -132,6 +134,20 @@ def _without_aliases(site: AttentionSite | NoMatch, shadow: Shadow) -> Attention
     return replace(site, cache=replace(site.cache, rewritten_later=True))
 
 
+def _hosted(site: AttentionSite | NoMatch, shadow: Shadow) -> bool:
+    """Whether the K and V that a site reads are one ``offloaded_cache``, V as the whole graph leaves it."""
+    if not isinstance(site, AttentionSite) or site.cache.k_input is None:
+        return False
+    rows = rows_of(shadow.example_inputs[site.cache.k_input])
+    if rows is None:
+        return False
+    held = {node: i for i, node in enumerate(shadow.final) if shadow.is_written(i)}
+    node = site.v.node
+    while node not in held and node.op == "call_function" and node.target in VIEWS:
+        node = node.all_input_nodes[0]
+    return node in held and rows_of(shadow.example_inputs[held[node]]) is rows
+
+
 def _autocasts(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
     """Whether autocast is on around the graph, or turned on inside it for a device that the graph uses.
 
@@ -142,6 +158,16 @@ def _autocasts(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
         return True
     entered = [node.args for node in gm.graph.nodes if "enter_autocast" in str(node.target)]
     return any(len(args) < 3 or (args[2] is not False and args[0] in devices) for args in entered)
+
+
+def _check_memory(planned: Plan) -> None:
+    """Raises ``OffloadError`` where what sparse sites over host memory keep on a GPU does not fit. (A step's scratch is small.)"""
+    kept: Counter[torch.device] = Counter()
+    for d in planned.sparse:
+        if d.hosted and isinstance(d.site, AttentionSite) and d.cost is not None:
+            kept[d.site.k.node.meta["val"].device] += d.hot_bytes + d.cost.packed_bytes
+    for device, size in kept.items():
+        check_device(size, device, "the packed FC caches and hot buffers of the attention sites")
 
 
 def _wrapper(profile: FCProfile, sites: Sequence[AttentionSite]) -> str:
@@ -241,7 +267,9 @@ class FasaBackend:
         sites, root = self._located(sites)
         prefix = self._check_model([s for s in sites if isinstance(s, AttentionSite)], root)
         grad, autocast = _records_gradients(example_inputs), _autocasts(gm, example_inputs)
-        planned = plan(sites, self.policy, grad=grad, autocast=autocast, prefix=prefix)
+        hosted = [site.index for site in sites if _hosted(site, shadow)]
+        planned = plan(sites, self.policy, grad=grad, autocast=autocast, prefix=prefix, hosted=hosted)
+        _check_memory(planned)
         return shadow, planned, self._checker(root, prefix)
 
     def _located(
@@ -430,6 +458,8 @@ def fasa_backend(
     strict: bool = False,
     check_weights: bool = True,
     audit: int = 0,
+    offload: Literal["cpu"] | None = None,
+    hot_tokens: int | None = None,
 ) -> FasaBackend:
     """A backend for ``torch.compile`` that makes RoPE attention decode sparsely.
 
@@ -445,9 +475,13 @@ def fasa_backend(
     it, the attention mass that the selection lost (one KV head of every fourth layer, in turn); ``stats()["lost_mass"]`` has the
     means by layer. For sites whose packed FC cache is kept (static caches); steps inside a CUDA graph that you capture are not seen.
 
+    ``offload="cpu"``: for K and V in host memory (``FasaStaticCache``, ``offloaded_cache``): the selected rows are read through a hot
+    buffer of ``hot_tokens`` tokens per KV head on the GPU (default: half as many again as ``n_fac``; 0: none).
+
     With ``n_fac`` at least the context length the result equals dense attention. Raises ``ProfileError`` for a profile that
-    cannot be read, ``BudgetError`` for an impossible budget or ``dense_below``; and, when a graph is compiled, ``ProfileError`` for a profile
-    that does not belong to the model and (``strict``) ``NoSitesError`` when a decode graph has nothing to rewrite.
+    cannot be read, ``BudgetError`` for an impossible budget, ``dense_below`` or
+    ``hot_tokens``; and, when a graph is compiled, ``ProfileError`` for a profile
+    that does not belong to the model, ``OffloadError`` where the GPU has no room for what offloaded sites keep there, and (``strict``) ``NoSitesError`` when a decode graph has nothing to rewrite.
     """
     overrides = {name: v for name, v in (("n_fac", n_fac), ("n_sink", n_sink), ("n_recent", n_recent)) if v is not None}
     loaded: FCProfile | Literal["all"] | None
@@ -457,7 +491,9 @@ def fasa_backend(
         loaded = load_profile(profile)
     if not (inner in ("inductor", "eager") or callable(inner)):
         raise TypeError(f"inner: expected 'inductor', 'eager' or a callable backend, found {inner!r}")
-    policy = Policy(loaded, overrides, dense_below)
+    if offload not in (None, "cpu"):
+        raise TypeError(f"offload: expected 'cpu' or None, found {offload!r}")
+    policy = Policy(loaded, overrides, dense_below, offload is not None, hot_tokens)
     if not isinstance(audit, int) or isinstance(audit, bool) or audit < 0:
         raise TypeError(f"audit: expected a number of steps >= 1, or 0 for none, found {audit!r}")
     policy.budget_for(None)  # an impossible budget is an error now, not at the first graph

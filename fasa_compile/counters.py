@@ -22,6 +22,8 @@ _counts: Counter[str] = Counter()
 _declined: Counter[str] = Counter()
 #: Audits that run: each gives ``(layer, attention mass lost, audited steps)`` rows, and forgets them when told to.
 _audits: weakref.WeakSet[Any] = weakref.WeakSet()
+#: Runtimes with hot buffers: each gives ``(layer, tokens attended, fetched, without a slot)`` rows, and forgets them when told to.
+_hot: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def count(name: str, by: int = 1) -> None:
@@ -43,11 +45,18 @@ def stats() -> dict[str, Any]:
     (ints) and ``declined`` (reason -> number of attention sites). Every attention site that was found is either in
     ``rewritten_sites`` or in ``declined``: ``sites == rewritten_sites + sum(declined.values())``. Where a backend audits, also
     ``lost_mass``: layer -> ``{"mean": ..., "steps": ...}``, the share of attention mass that selection lost (reading it waits for
-    the device).
+    the device). Where K and V lie in host memory, also ``hot``: layer -> ``{"attended": ..., "fetched": ..., "unkept": ...}``, tokens
+    (times KV heads and sequences) attended to, of these fetched from the host, and of those for which the hot buffer had no room.
     """
     with _lock:
         found: dict[str, Any] = {**{name: _counts[name] for name in _NAMES}, "declined": dict(_declined)}
         audits = list(_audits)
+        hot = list(_hot)
+    if hot:
+        sums: dict[str, Counter[str]] = {}
+        for layer, attended, fetched, unkept in (row for runtime in hot for row in runtime.hot_rows()):
+            sums.setdefault(layer, Counter()).update(attended=attended, fetched=fetched, unkept=unkept)
+        found["hot"] = {layer: dict(counts) for layer, counts in sums.items()}
     if audits:
         totals: dict[str, list[float]] = {}
         for layer, lost, steps in (row for audit in audits for row in audit.rows()):
@@ -66,11 +75,20 @@ def watch(audit: Any) -> None:
         _audits.add(audit)
 
 
+def watch_hot(runtime: Any) -> None:
+    """Have ``stats()`` read a runtime's hot buffers for as long as it lives."""
+    with _lock:
+        _hot.add(runtime)
+
+
 def reset_stats() -> None:
     """Set every counter to zero."""
     with _lock:
         _counts.clear()
         _declined.clear()
         audits = list(_audits)
+        hot = list(_hot)
     for audit in audits:
         audit.clear()
+    for runtime in hot:
+        runtime.forget_hot_counts()

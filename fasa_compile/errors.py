@@ -27,5 +27,9 @@ class ModelError(FasaError, RuntimeError):
     """A model's files are not where they were said to be, or cannot be read, traced or run."""
 
 
+class OffloadError(FasaError, RuntimeError):
+    """Memory for a KV cache on the host, or for its packed FC cache and hot buffer on the GPU, is not there or cannot be pinned."""
+
+
 class FasaWarning(UserWarning):
     """The package fell back to dense attention, or was asked for something that has no effect."""

@@ -8,7 +8,7 @@ be rewritten is not worth it sparsely; without one (``fasa_backend(None)``) ever
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from fasa_compile.errors import BudgetError, ProfileError
 from fasa_compile.profiles.schema import Budget, FCProfile, LayerProfile, check_layer
 from fasa_compile.sites import AttentionSite, NoMatch
 from fasa_compile.triton_kernels.formats import FCFormat, bytes_per_token, check_format
+from fasa_compile.triton_kernels.hot_slots import HotSize, fac_parts, hot_bytes
 
 #: Why a matched attention stays dense. Keys are stable; with ``sites.REASONS`` they are all the reasons there are.
 WHY_DENSE: dict[str, str] = {
@@ -60,6 +61,8 @@ class Decision:
     budget: Budget | None = None
     fc_format: FCFormat = "fp32"
     reduction: str = "softmax_sum"
+    hosted: bool = False  # K and V lie in host memory
+    hot: HotSize | None = None  # of a hosted site that decodes sparsely: its hot buffer on the GPU
     cost: Cost | None = None  # of a decode site: bytes, memory, and on a GPU expected times and the break-even length
 
     @property
@@ -71,6 +74,24 @@ class Decision:
     def sparse_bytes(self) -> int:
         """The same, as decided: sparse, the packed FC cache and the selected K and V rows."""
         return self.cost.sparse_bytes if self.cost is not None and self.action == "sparse" else self.dense_bytes
+
+    @property
+    def hot_bytes(self) -> int:
+        """Of the hot buffer, kept on the GPU from step to step."""
+        if self.hot is None:
+            return 0
+        assert isinstance(self.site, AttentionSite)
+        B, _, Hkv, _, _, D, Dv = (hint(s) for s in self.site.shape)
+        return hot_bytes(B, Hkv, self.hot, D, Dv, self.site.k.node.meta["val"].dtype)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of K and V in host memory."""
+        if not self.hosted:
+            return 0
+        assert isinstance(self.site, AttentionSite)
+        B, _, Hkv, _, L, D, Dv = (hint(s) for s in self.site.shape)
+        return B * Hkv * L * (D + Dv) * int(self.site.k.node.meta["val"].dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -98,8 +119,13 @@ class Policy:
     profile: FCProfile | Literal["all"] | None
     overrides: dict[str, int] = field(default_factory=dict)
     dense_below: int | None = None
+    offload: bool = False
+    hot_tokens: int | None = None  # of the hot buffer, for each KV head; None: half as many again as n_fac
 
     def __post_init__(self) -> None:
+        hot = self.hot_tokens
+        if hot is not None and (not isinstance(hot, int) or isinstance(hot, bool) or hot < 0):
+            raise BudgetError(f"hot_tokens: expected a number of tokens >= 0, or None for the default, found {hot!r}")
         n = self.dense_below
         if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 0):
             raise BudgetError(
@@ -193,6 +219,21 @@ def priced(decision: Decision, on: Card) -> Cost | None:
     return _cost(site, decision.budget, bytes_per_token(width, fmt), width, state, on)
 
 
+def _hot_size(site: AttentionSite, budget: Budget, policy: Policy) -> HotSize | None:
+    """The hot buffer of a site: slots for ``hot_tokens`` tokens of a KV head, dealt out to the programs that attend to them."""
+    key, value = site.k.node.meta["val"], site.v.node.meta["val"]
+    if not all(isinstance(n, int) for n in site.shape) or key.dtype != value.dtype:
+        return None
+    B, _, Hkv, _, L, _, _ = site.shape
+    wanted = budget.n_fac + budget.n_fac // 2 if policy.hot_tokens is None else policy.hot_tokens
+    sms = 4
+    if key.device.type == "cuda":
+        sms = torch.cuda.get_device_properties(key.device).multi_processor_count if torch.cuda.is_available() else 132
+    parts = fac_parts(B * Hkv, budget.n_fac, sms)
+    slots = min(-(-wanted // parts), L)
+    return HotSize(parts, slots) if slots else None
+
+
 def _is_part_of(layer: str, profile: FCProfile) -> bool:
     """Whether a module path is the tail of one in the profile: Dynamo numbers modules from the frame that it compiles."""
     return not layer or any(p.layer.endswith(f".{layer}") for p in profile.layers)
@@ -206,7 +247,9 @@ def _not_in_profile(site: AttentionSite, profile: FCProfile) -> ProfileError:
     )
 
 
-def _decide(site: AttentionSite | NoMatch, policy: Policy, *, grad: bool, autocast: bool, prefix: str) -> Decision:
+def _decide(
+    site: AttentionSite | NoMatch, policy: Policy, *, grad: bool, autocast: bool, prefix: str, hosted: bool
+) -> Decision:
     if isinstance(site, NoMatch):
         return Decision(site, "dense", site.reason, site.detail)
     if not is_one(site.shape[3]):
@@ -250,6 +293,8 @@ def _decide(site: AttentionSite | NoMatch, policy: Policy, *, grad: bool, autoca
         budget=budget,
         fc_format=fmt,
         reduction=reduction,
+        hosted=hosted,
+        hot=_hot_size(site, budget, policy) if hosted and policy.offload and state == "packed" else None,
         cost=cost,
     )
     if policy.profile is None:
@@ -260,7 +305,8 @@ def _decide(site: AttentionSite | NoMatch, policy: Policy, *, grad: bool, autoca
     holds = max(budget.n_fac, policy.budget_for(None).n_fac)
     if isinstance(L, int) and holds >= L:
         return _exact(decision, "within-budget", f"{L} tokens of cache, n_fac {holds}")
-    least = policy.dense_below if policy.dense_below is not None else cost.break_even
+    # Reading K and V across PCIe in full never pays.
+    least = policy.dense_below if policy.dense_below is not None else None if hosted else cost.break_even
     if layer is not None and least is not None and all(isinstance(n, int) for n in site.shape) and least > L:
         return _exact(decision, "below-break-even", f"{L} tokens of cache, break-even {least}")
     return decision
@@ -286,7 +332,9 @@ def _exact(decision: Decision, reason: str, detail: str = "", *, always: bool = 
 
 
 def _dense(decision: Decision, reason: str, detail: str = "") -> Decision:
-    return Decision(decision.site, "dense", reason, detail, budget=decision.budget, cost=decision.cost)
+    return Decision(
+        decision.site, "dense", reason, detail, budget=decision.budget, hosted=decision.hosted, cost=decision.cost
+    )
 
 
 def demote(plan: Plan, index: int, reason: str, detail: str) -> Plan:
@@ -296,14 +344,24 @@ def demote(plan: Plan, index: int, reason: str, detail: str) -> Plan:
 
 
 def plan(
-    sites: Sequence[AttentionSite | NoMatch], policy: Policy, *, grad: bool, autocast: bool = False, prefix: str = ""
+    sites: Sequence[AttentionSite | NoMatch],
+    policy: Policy,
+    *,
+    grad: bool,
+    autocast: bool = False,
+    prefix: str = "",
+    hosted: Collection[int] = (),
 ) -> Plan:
     """Decide for each attention of a graph whether it decodes sparsely, with what budget and state.
 
     ``grad``: whether gradients are recorded for the graph's inputs; ``autocast``: whether it is on somewhere in the graph;
-    ``prefix``: where a wrapper (PEFT, DDP, your own) keeps the model that was calibrated, e.g. ``"base_model.model."``. Raises ``ProfileError`` where a decode site has no entry
+    ``prefix``: where a wrapper (PEFT, DDP, your own) keeps the model that was calibrated, e.g. ``"base_model.model."``; ``hosted``: the sites, by index, whose K and V
+    lie in host memory. Raises ``ProfileError`` where a decode site has no entry
     in the profile or contradicts it: a profile of another model must never be used in part.
     """
-    decisions = tuple(_decide(site, policy, grad=grad, autocast=autocast, prefix=prefix) for site in sites)
+    decisions = tuple(
+        _decide(site, policy, grad=grad, autocast=autocast, prefix=prefix, hosted=site.index in hosted)
+        for site in sites
+    )
     decode = any(isinstance(s, AttentionSite) and _wants_decode(s) for s in sites)
     return Plan(decisions, decode)

@@ -38,6 +38,8 @@ class Row:
     scratch_bytes: int  # needed while this site runs; sites take turns
     dense_us: float | None  # expected times by the cost model, on a GPU
     sparse_us: float | None
+    hot_bytes: int  # of the hot buffer on the GPU, where K and V lie in host memory
+    host_bytes: int  # of K and V there
     break_even: int | None  # the shortest cache that is expected to be read no slower sparsely
     n_fc: int = 0  # frequency chunks of a head
     dominant: tuple[tuple[int, ...], ...] = ()  # per KV head the chunks that score its tokens
@@ -76,6 +78,8 @@ def _row(graph: int, decision: Decision) -> Row:
         n_tip=decision.profile.n_tip if decision.profile is not None else 0,
         dense_bytes=decision.dense_bytes,
         sparse_bytes=decision.sparse_bytes,
+        hot_bytes=decision.hot_bytes,
+        host_bytes=decision.host_bytes,
         **_costs(decision),
     )
     budget = decision.budget
@@ -121,6 +125,16 @@ def _costs_in_words(rows: list[Row], card: str) -> list[str]:
     if any(r.scratch_bytes for r in rows):
         packed, scratch = sum(r.packed_bytes for r in rows), max(r.scratch_bytes for r in rows)
         lines.append(f"memory: packed FC caches {_megabytes(packed) or 'none'}, scratch {_megabytes(scratch)}")
+    hosted = [r for r in rows if r.host_bytes]
+    if hosted:
+        kept = sum(r.packed_bytes + r.hot_bytes for r in hosted)
+        whole = sum(r.host_bytes for r in hosted)
+        lines.append(
+            f"offload: K and V of {len(hosted)} sites in host memory, {_megabytes(whole)}; for them on the device "
+            f"{_megabytes(kept) or 'nothing'} ({100 * kept / whole:.1f} %), of it hot buffers "
+            f"{_megabytes(sum(r.hot_bytes for r in hosted)) or 'none'}; kernels fetch the rows that are missing, so CUDA graphs hold "
+            "the whole step"
+        )
     timed = [r for r in rows if r.dense_us is not None and r.decision != "dense"]
     if timed:
         dense = sum(r.dense_us or 0.0 for r in timed)

@@ -24,6 +24,7 @@ from fasa_compile.plan import Decision, Plan
 from fasa_compile.sites import AttentionSite, Expr
 from fasa_compile.triton_kernels import ops, reference
 from fasa_compile.triton_kernels.formats import fc_cache_spec
+from fasa_compile.triton_kernels.hot_slots import hot_spec
 
 
 class NotExpressible(Exception):
@@ -31,8 +32,11 @@ class NotExpressible(Exception):
 
 
 #: Extra inputs that hold state: the packed FC cache where it is kept, and on a GPU the kernel's memory of its last threshold,
-#: which changes its speed and never which tokens it must select.
-STATE_ROLES = ("data", "meta", "hint")
+#: which changes its speed and never which tokens it must select; and the hot buffer, likewise.
+STATE_ROLES = ("data", "meta", "hint", "hot", "tags", "ledger")
+
+#: Of these, the hot buffer of a site whose K and V lie in host memory.
+HOT_ROLES = ("hot", "tags", "ledger")
 
 #: Extra inputs that the graph leaves a step's query and valid tokens in, for ``audit``: a few kilobytes.
 AUDIT_ROLES = ("audit_q", "audit_bounds")
@@ -43,7 +47,21 @@ class ExtraInput:
     """One graph input that the runtime supplies: a constant of the profile, or state of the packed FC cache."""
 
     decision: Decision
-    role: Literal["dims", "centre", "spread", "norm", "slopes", "data", "meta", "hint", "audit_q", "audit_bounds"]
+    role: Literal[
+        "dims",
+        "centre",
+        "spread",
+        "norm",
+        "slopes",
+        "data",
+        "meta",
+        "hint",
+        "hot",
+        "tags",
+        "ledger",
+        "audit_q",
+        "audit_bounds",
+    ]
     fake: torch.Tensor
 
 
@@ -56,7 +74,7 @@ class Rewritten:
 
 
 #: ATen operators that a K or V chain may consist of when it has to be written out anew: they copy nothing.
-_VIEWS = {
+VIEWS = {
     torch.ops.aten.view.default,
     torch.ops.aten._unsafe_view.default,
     torch.ops.aten.reshape.default,
@@ -118,7 +136,7 @@ class Emitter:
             return self._inputs[self.shadow.inputs.index(value)]  # a number: nothing can have written it
         if value.op != "call_function":
             raise NotExpressible(f"{value.name} ({value.op}) is held by no tensor of the graph at {at}")
-        if views_only and value.target not in _VIEWS and "getitem" not in str(value.target):
+        if views_only and value.target not in VIEWS and "getitem" not in str(value.target):
             raise NotExpressible(f"{value.name} ({value.target}) would have to be computed a second time at {at}")
         arguments = fx.map_arg(value.args, lambda a: self.node(a, at, views_only=views_only))
         keywords = fx.map_arg(value.kwargs, lambda a: self.node(a, at, views_only=views_only))
@@ -196,7 +214,7 @@ def _extra_inputs(shadow: Shadow, decision: Decision, audit: bool) -> list[Extra
     if layer is None or decision.action != "sparse":
         return []
     key = site.k.node.meta["val"]
-    B, Hq, Hkv, _, L, _, _ = site.shape
+    B, Hq, Hkv, _, L, D, Dv = site.shape
     width = 2 * layer.n_tip
 
     def constant(role: Any, shape: tuple[Any, ...], dtype: torch.dtype) -> ExtraInput:
@@ -211,16 +229,18 @@ def _extra_inputs(shadow: Shadow, decision: Decision, audit: bool) -> list[Extra
     if decision.reduction == "affine":
         extra.append(constant("slopes", (Hq, width), torch.float32))
     state = (*fc_cache_spec(B, Hkv, L, width, decision.fc_format), ops.sparse_decode_state(B, Hkv))
-    for role, (shape, dtype) in zip(STATE_ROLES, state, strict=True):
+    for role, (shape, dtype) in zip(("data", "meta", "hint"), state, strict=True):
         if role == "hint":
             wanted = uses_kernels(key.device) and (decision.state == "packed" or all(isinstance(n, int) for n in shape))
         else:
             wanted = decision.state == "packed"
         if wanted:
             extra.append(constant(role, shape, dtype))
+    if decision.hot is not None:
+        for role, (shape, dtype) in zip(HOT_ROLES, hot_spec(B, Hkv, decision.hot, D, Dv, key.dtype), strict=True):
+            extra.append(constant(role, shape, dtype))
     sizes = site.q.node.meta["val"].shape
     if audit and decision.state == "packed" and all(isinstance(n, int) for n in sizes):
-        D = site.shape[5]
         extra.append(constant("audit_q", (B, Hq, 1, D), torch.float32))
         if site.mask is not None:
             extra.append(constant("audit_bounds", (B, 2), torch.int32))
@@ -262,6 +282,7 @@ def _emit_site(emit: Emitter, decision: Decision, inputs: dict[str, fx.Node], bo
         (q, k, v, data, meta, *profile, inputs.get("norm"), mask, limits),
         slots,
         inputs.get("hint"),
+        tuple(inputs[role] for role in HOT_ROLES if role in inputs),
         scale=site.scale,
         n_fac=budget.n_fac,
         n_sink=budget.n_sink,
@@ -304,13 +325,20 @@ class _Kernels:
         return self.emit.call(self.at, reference.mask_bounds, (mask, L))
 
     def sparse_decode(
-        self, arguments: tuple[Any, ...], slots: fx.Node | None, hint: fx.Node | None, **how: Any
+        self,
+        arguments: tuple[Any, ...],
+        slots: fx.Node | None,
+        hint: fx.Node | None,
+        hot: tuple[fx.Node, ...],
+        **how: Any,
     ) -> fx.Node:
         if self.gpu:
-            return self._op("sparse_decode", (*arguments, slots, hint), **how, version=ops.KERNEL_VERSION)
+            return self._op("sparse_decode", (*arguments, slots, hint, *hot), **how, version=ops.KERNEL_VERSION)
         if slots is not None:
             _, k, _, data, meta, dims, centre, spread, *_ = arguments
             self.emit.call(self.at, reference.pack_rows_, (data, meta, k, slots, dims, centre, spread, how["fmt"]))
+        if hot:
+            how |= {"hot": hot, "written": slots}
         return self.emit.call(self.at, reference.sparse_decode, arguments, **how)
 
     def dense_decode(self, arguments: tuple[Any, ...], **how: Any) -> fx.Node:

@@ -19,14 +19,16 @@ from typing import Any
 import torch
 
 from fasa_compile.audit import Audit
-from fasa_compile.counters import count
+from fasa_compile.counters import count, watch_hot
 from fasa_compile.errors import FasaError
 from fasa_compile.fallback import Fallback, copies, put_back
+from fasa_compile.offload import pieces, rows_of
 from fasa_compile.plan import Decision
 from fasa_compile.rewrite import AUDIT_ROLES, STATE_ROLES, ExtraInput
 from fasa_compile.sites import AttentionSite
 from fasa_compile.triton_kernels import ops
 from fasa_compile.triton_kernels.formats import fc_cache_spec
+from fasa_compile.triton_kernels.hot_slots import ATTENDED, FETCHED, UNKEPT, hot_spec
 
 # Errors inside a graph that the model's own graph would have too, or that somebody must hear of.
 _RAISED = (MemoryError, torch.OutOfMemoryError, FasaError)
@@ -44,9 +46,25 @@ class PackedCache:
     address: int = 0  # K's data_ptr() then: assigning to K.data moves it without counting
     version: int = _UNTRACKED  # K._version at which data and meta agreed with K
     frozen: bool = False  # K may change without being counted: never trust ``version`` again
+    # A site whose K and V lie in host memory: its hot buffer, which holds rows of both, and V.
+    hot: torch.Tensor | None = None
+    tags: torch.Tensor | None = None
+    ledger: torch.Tensor | None = None
+    values: weakref.ref[torch.Tensor] | None = None
+    values_version: int = _UNTRACKED
 
     def agrees(self, k: torch.Tensor) -> bool:
-        return not self.frozen and self.key() is k and self.version == k._version and self.address == k.data_ptr()
+        if self.frozen or self.key() is not k or self.version != k._version or self.address != k.data_ptr():
+            return False
+        v = None if self.values is None else self.values()
+        return self.values is None or (v is not None and self.values_version == v._version)
+
+    def note(self, k: torch.Tensor) -> None:
+        """From now on it agrees with ``k``, as it is now."""
+        self.version = k._version
+        v = None if self.values is None else self.values()
+        if v is not None:
+            self.values_version = v._version
 
 
 class _Keeper:
@@ -95,6 +113,13 @@ class _Keeper:
         with torch.inference_mode(False):
             data, meta, hint = (torch.zeros(shape, dtype=dtype, device=k.device) for shape, dtype in spec)
         packed = PackedCache(weakref.ref(k, self._forget(id(k))), data, meta, hint, frozen=k.is_inference())
+        if self.decision.hot is not None:
+            D, Dv = (self.decision.site.shape[i] for i in (5, 6))  # type: ignore[union-attr]
+            with torch.inference_mode(False):
+                packed.hot, packed.tags, packed.ledger = (
+                    torch.zeros(shape, dtype=dtype, device=k.device)
+                    for shape, dtype in hot_spec(B, Hkv, self.decision.hot, D, Dv, k.dtype)
+                )
         self.caches[id(k)] = packed
         return packed
 
@@ -111,12 +136,19 @@ class _Keeper:
             packed.hint.zero_()
         packed.frozen |= capturing
         c = self.constants
+        if packed.tags is not None:
+            packed.tags.zero_()
+            rows = rows_of(k)
+            if rows is None or rows.values is None:
+                raise FasaError("a KV cache that lay in host memory when the model was compiled no longer does")
+            packed.values = rows.values
         with torch.no_grad():
-            data, meta = torch.ops.fasa.pack(
-                canonical, c["dims"], c["centre"], c["spread"], self.decision.fc_format, ops.KERNEL_VERSION
-            )
-            packed.data.copy_(data)
-            packed.meta.copy_(meta)
+            for first, keys in pieces(canonical):
+                data, meta = torch.ops.fasa.pack(
+                    keys, c["dims"], c["centre"], c["spread"], self.decision.fc_format, ops.KERNEL_VERSION
+                )
+                packed.data[:, :, first : first + keys.shape[2]].copy_(data)
+                packed.meta[:, :, first : first + keys.shape[2]].copy_(meta)
         packed.address = k.data_ptr()
         count("state_rebuilds")
         return packed
@@ -197,6 +229,8 @@ class Runtime:
                 value = profile_constant(decision, item.role).to(item.fake.device)
                 constants.setdefault(site.index, {})[item.role] = value
                 self._extra.append(value)
+        if any(keeper.decision.hot is not None for keeper in self._keepers):
+            watch_hot(self)
         self._audit = Audit(audit) if left else None
         for number, keeper in enumerate(self._keepers):
             found = left.get(keeper.decision.site.index)
@@ -228,7 +262,7 @@ class Runtime:
             for keeper in self._keepers:
                 packed = keeper.current
                 if packed is not None and not packed.frozen:
-                    packed.version = arguments[keeper.k_input]._version
+                    packed.note(arguments[keeper.k_input])
             if self._audit is not None and not capturing and self._audit.due():
                 self._audit.run(self._canonical)
             count(self._counter)
@@ -283,6 +317,24 @@ class Runtime:
         for keeper in self._keepers:
             for packed in keeper.caches.values():
                 packed.version = _UNTRACKED
+
+    def hot_rows(self) -> list[tuple[str, int, int, int]]:
+        """Of each hot buffer: layer, tokens attended to, of these fetched from host memory, and of those without a slot; over all
+        steps of the caches that live. Waits for the device."""
+        found = []
+        for keeper in self._keepers:
+            for packed in list(keeper.caches.values()):
+                if packed.ledger is not None:
+                    sums = packed.ledger.sum((0, 1, 2), dtype=torch.int64).tolist()
+                    found.append((keeper.decision.site.layer, sums[ATTENDED], sums[FETCHED], sums[UNKEPT]))
+        return found
+
+    def forget_hot_counts(self) -> None:
+        """Set the hot buffers' counts to zero."""
+        for keeper in self._keepers:
+            for packed in list(keeper.caches.values()):
+                if packed.ledger is not None:
+                    packed.ledger[..., ATTENDED:].zero_()
 
     def invalidate(self) -> None:
         """Have every packed cache made anew from K in the next step."""

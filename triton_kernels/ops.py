@@ -7,7 +7,8 @@ same names; what is added here:
   of an op, so this is what makes them notice a changed kernel.
 - ``sparse_decode`` takes ``slots``: when given, these rows of ``data`` and ``meta`` are refreshed from ``k`` first, as
   ``pack_rows_`` would. It also takes ``hint``, per-site state for speed (``sparse_decode_state``): what it holds afterwards
-  tells the next step where to look for its threshold.
+  tells the next step where to look for its threshold. And ``hot``, ``tags`` and ``ledger`` (``hot_slots``), for K and V that lie in
+  host memory: all three or none.
 
 On CPU exactly ``min(n_fac, valid)`` tokens are attended to. On CUDA these, whatever ``hint`` holds, and the few that rank so
 close below them that telling them apart would cost a search: about a thirtieth of ``n_fac`` on average, never more than an
@@ -42,8 +43,9 @@ _LIBRARY.define(
 _LIBRARY.define("mask_bounds(Tensor mask, SymInt L, int version) -> Tensor")
 _LIBRARY.define(
     "sparse_decode(Tensor q, Tensor k, Tensor v, Tensor(a!)? data, Tensor(b!)? meta, Tensor? dims, Tensor? centre, "
-    "Tensor? spread, Tensor? norm, Tensor? mask, Tensor? bounds, Tensor? slots, Tensor(c!)? hint, *, float scale, int n_fac, "
-    "int n_sink, int n_recent, float softcap, Tensor? sinks, str fmt, str reduction, int version, Tensor? slopes=None) -> Tensor",
+    "Tensor? spread, Tensor? norm, Tensor? mask, Tensor? bounds, Tensor? slots, Tensor(c!)? hint, Tensor(d!)? hot=None, "
+    "Tensor(e!)? tags=None, Tensor(f!)? ledger=None, *, float scale, int n_fac, int n_sink, int n_recent, float softcap, "
+    "Tensor? sinks, str fmt, str reduction, int version, Tensor? slopes=None) -> Tensor",
 )
 _LIBRARY.define(
     "dense_decode(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bounds, *, float scale, float softcap, Tensor? sinks, "
@@ -92,6 +94,9 @@ def _sparse_decode(
     bounds: Tensor | None,
     slots: Tensor | None,
     hint: Tensor | None,
+    hot: Tensor | None = None,
+    tags: Tensor | None = None,
+    ledger: Tensor | None = None,
     *,
     version: int,
     fmt: str,
@@ -100,6 +105,8 @@ def _sparse_decode(
     if slots is not None and data is not None:
         assert meta is not None and dims is not None and centre is not None and spread is not None
         reference.pack_rows_(data, meta, k, slots, dims, centre, spread, fmt)
+    if hot is not None and tags is not None and ledger is not None:
+        how |= {"hot": (hot, tags, ledger), "written": slots}
     return reference.sparse_decode(q, k, v, data, meta, dims, centre, spread, norm, mask, bounds, fmt=fmt, **how)
 
 

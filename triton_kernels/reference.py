@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .formats import INFO, REDUCTIONS, check_format
+from .hot_slots import rows_through_
 
 _FLOAT_MAX = torch.finfo(torch.float32).max
 
@@ -176,6 +177,8 @@ def sparse_decode(
     fmt: str = "int4",
     reduction: str = "static",
     slopes: Tensor | None = None,
+    hot: tuple[Tensor, Tensor, Tensor] | None = None,
+    written: Tensor | None = None,
 ) -> Tensor:
     """One decode step of FASA: TIP scores every cached token, the best ``n_fac`` per KV head are attended to exactly.
 
@@ -192,7 +195,8 @@ def sparse_decode(
     ``data`` it is "static".
     Selected, per KV head: ``min(n_fac, valid)`` tokens; the first ``n_sink`` positions from the row's first valid token and
     the ``n_recent`` positions before its last are in, the rest are the highest keys; ties go to the lower index and NaN
-    ranks lowest. A row that no head may attend anywhere yields zeros.
+    ranks lowest. A row that no head may attend anywhere yields zeros. ``hot`` and ``written``: K and V rows are read through a hot
+    buffer (``hot_slots``), which changes no result.
 
     Raises ``ValueError`` for an unknown format or reduction, or ``n_sink + n_recent > n_fac``.
     """
@@ -214,12 +218,15 @@ def sparse_decode(
     index = chosen.clamp(max=L - 1)
     taken = (chosen < L) & (key.gather(2, index) > -torch.inf)
 
-    kept_k = k.gather(2, index[..., None].expand(B, Hkv, n_fac, D)).float()
-    kept_v = v.gather(2, index[..., None].expand(B, Hkv, n_fac, v.shape[3])).float()
+    if hot is not None:
+        kept_k, kept_v = rows_through_(*hot, k, v, index, taken, bounds[:, 0], written)
+    else:
+        kept_k = k.gather(2, index[..., None].expand(B, Hkv, n_fac, D))
+        kept_v = v.gather(2, index[..., None].expand(B, Hkv, n_fac, v.shape[3]))
     by_head = index[:, :, None, :].expand(B, Hkv, G, n_fac)
     kept_allowed = allowed.expand(B, Hkv, G, L).gather(3, by_head) & taken[:, :, None, :]
     kept_bias = None if bias is None else bias.expand(B, Hkv, G, L).gather(3, by_head)
-    return _attend(qg, kept_k, kept_v, kept_allowed, kept_bias, scale, softcap, sinks).to(q.dtype)
+    return _attend(qg, kept_k.float(), kept_v.float(), kept_allowed, kept_bias, scale, softcap, sinks).to(q.dtype)
 
 
 def tip_keys(

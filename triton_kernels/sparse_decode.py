@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from .attend import fac_kernel
 from .bounds import mask_bounds
 from .dense_decode import Refresh, attend_sizes, dense_decode, merge, strides_of, token_width
 from .formats import INFO, REDUCTIONS, check_format
+from .hot_buffer import fetching_fac_kernel
+from .hot_slots import fac_parts
 from .launch import Device, device_of, mask_arguments, on_device, power_of_2
 from .pack import bytes_view, pack_sizes
 from .query import query_kernel
@@ -50,7 +52,7 @@ def configuration(
     chunks = power_of_2(max(1, (4 if hoist else 8) * device.sms // rows + 1)) // 2
     chunks = max(1, min(chunks, power_of_2(-(-L // block_t))))
     block_n = 16 if width > 2048 else 32 if rows > 16 or width > 1024 else 64
-    splits = max(1, min(4 * device.sms // rows, -(-n_fac // 32), 64))
+    splits = fac_parts(rows, n_fac, device.sms)
     return Configuration(
         chunks=chunks,
         block_t=block_t,
@@ -59,11 +61,15 @@ def configuration(
         hoist=hoist,
         count="tile" if engine == "words" and rows * L <= 1 << 19 else "each",
         splits=splits,
-        block_k=max(128, min(1024, power_of_2(-(-L // splits)))),
+        block_k=_block_k(L, splits),
         block_n=block_n,
         fac_warps=4,
         fac_stages=1 if width > 1024 else 3 if block_n == 32 else 2,
     )
+
+
+def _block_k(L: int, splits: int) -> int:
+    return max(128, min(1024, power_of_2(-(-L // splits))))
 
 
 def sparse_decode(
@@ -80,6 +86,9 @@ def sparse_decode(
     bounds: Tensor | None = None,
     slots: Tensor | None = None,
     hint: Tensor | None = None,
+    hot: Tensor | None = None,
+    tags: Tensor | None = None,
+    ledger: Tensor | None = None,
     *,
     scale: float,
     n_fac: int,
@@ -98,15 +107,22 @@ def sparse_decode(
 
     ``selection``, a list, receives ``(kept, count)``, int32 ``[B * Hkv, splits, room]`` and ``[B * Hkv, splits]``: the tokens
     attended to, for whoever checks them; ``config`` replaces ``configuration``'s choice for whoever measures it;
-    ``given``, a selection as ``selection`` received it, is attended to and none is made: what selecting costs is the difference. ``data``, ``meta`` and ``hint``
-    must be contiguous. Raises ``ValueError`` as the reference does.
+    ``given``, a selection as ``selection`` received it, is attended to and none is made: what selecting costs is the difference. ``hot``,
+    ``tags`` and ``ledger``: K and V are read through a hot buffer (``hot_slots``). All state must be contiguous. Raises ``ValueError`` as the reference does.
     """
     check_format(fmt)
     if reduction not in REDUCTIONS:
         raise ValueError(f"unknown group reduction {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
     if n_fac < 1 or n_sink < 0 or n_recent < 0 or n_sink + n_recent > n_fac:
         raise ValueError(f"expected n_sink + n_recent <= n_fac, n_fac >= 1; got {n_sink} + {n_recent}, {n_fac}")
-    for name, state in (("data", data), ("meta", meta), ("hint", hint)):
+    for name, state in (
+        ("data", data),
+        ("meta", meta),
+        ("hint", hint),
+        ("hot", hot),
+        ("tags", tags),
+        ("ledger", ledger),
+    ):
         if state is not None and not state.is_contiguous():
             raise ValueError(f"{name} must be contiguous")
     B, Hq, _, D = q.shape
@@ -126,6 +142,8 @@ def sparse_decode(
     device = device_of(q)
     engine, GP, block_w = _engine(data, fmt, G, D, reduction, device)
     c = config or configuration(rows, L, n_fac, token_width(q, k, v), engine, fmt, GP * block_w // 2, device)
+    if tags is not None and tags.shape[2] != c.splits:
+        c = replace(c, splits=tags.shape[2], block_k=_block_k(L, tags.shape[2]))
     splits = c.splits
     if mask is not None and bounds is None:
         bounds = mask_bounds(mask, L)
@@ -188,13 +206,24 @@ def sparse_decode(
                 num_warps=c.tip_warps, num_stages=c.tip_stages, launch_pdl=device.early,
             )  # fmt: skip
         sizes = attend_sizes(q, k, v)
-        fac_kernel[(splits, rows)](
-            q, k, v, m.tensor, bounds, hint, keys, bins, window, kept, kept_count, out, part, sinks,
-            *strides, L, n_fac, scale, softcap, room, **sizes,
-            MASK_KIND=m.kind, PER_HEAD=m.per_head, HAS_BOUNDS=bounds is not None, HAS_HINT=hint is not None,
+        how = dict(
+            **sizes, MASK_KIND=m.kind, PER_HEAD=m.per_head, HAS_BOUNDS=bounds is not None, HAS_HINT=hint is not None,
             HAS_SINKS=sinks is not None, SOFTCAP=softcap != 0.0, SPLITS=splits, BLOCK_K=c.block_k,
-            BLOCK_N=c.block_n, GIVEN=given is not None, EARLY=device.early, num_warps=c.fac_warps, num_stages=c.fac_stages, launch_pdl=device.early,
+            BLOCK_N=c.block_n, GIVEN=given is not None, EARLY=device.early, num_warps=c.fac_warps, num_stages=c.fac_stages,
+            launch_pdl=device.early,
         )  # fmt: skip
+        attended = (q, k, v, m.tensor, bounds, hint, keys, bins, window, kept, kept_count, out, part, sinks)
+        if hot is None:
+            fac_kernel[(splits, rows)](*attended, *strides, L, n_fac, scale, softcap, room, **how)
+        else:
+            assert tags is not None and ledger is not None
+            place = torch.empty_like(kept)
+            fetching_fac_kernel[(splits, rows)](
+                *attended, hot, tags, ledger, place, kept if slots is None else slots,
+                0 if slots is None or slots.dim() == 1 else slots.stride(0), 0 if slots is None else slots.shape[-1],
+                *strides, L, n_fac, scale, softcap, room, HAS_SLOTS=slots is not None, C=tags.shape[3],
+                CP=power_of_2(tags.shape[3]), DP=power_of_2(D), **how,
+            )  # fmt: skip
         if splits > 1:
             merge(part, sinks, out, splits, sizes)
     return out

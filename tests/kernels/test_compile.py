@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 from compile_only import recording
 
 from fasa_compile.triton_kernels.formats import fc_cache_spec
+from fasa_compile.triton_kernels.hot_slots import HotSize, fac_parts, hot_spec
 
 
 @pytest.mark.slow
@@ -32,6 +33,12 @@ def test_kernels_compile(capability: int, fmt: str, mask: torch.dtype | None, mo
             q, kv, kv, data, meta, dims, centre, centre, torch.empty(Hq), m, None, slots, hint, scale=0.1, n_fac=1024,
             n_sink=4, n_recent=16, fmt=fmt, sinks=torch.empty(Hq) if mask is None else None,
         )  # fmt: skip
+        size = HotSize(fac_parts(B * Hkv, 1024, 132), 48)
+        hot = (torch.empty(shape, dtype=dtype) for shape, dtype in hot_spec(B, Hkv, size, D, D, torch.bfloat16))
+        sparse_decode.sparse_decode(
+            q, kv, kv, data, meta, dims, centre, centre, torch.empty(Hq), m, None, slots, hint, *hot, scale=0.1, n_fac=1024,
+            n_sink=4, n_recent=16, fmt=fmt,
+        )  # fmt: skip
         sparse_decode.sparse_decode(
             q, kv, kv, data, meta, dims, centre, centre, None, m, None, slots, hint, scale=0.1, n_fac=L, fmt=fmt
         )  # within the budget: dense, and rows refreshed on the way
@@ -40,6 +47,14 @@ def test_kernels_compile(capability: int, fmt: str, mask: torch.dtype | None, mo
         if m is not None:
             bounds.mask_bounds(m, L)
     names = {launch.kernel.fn.__name__ for launch in launches}
-    assert names >= {"query_kernel", "tip_kernel", "fac_kernel", "merge_kernel", "dense_kernel", "pack_kernel"}
+    assert names >= {
+        "query_kernel",
+        "tip_kernel",
+        "fac_kernel",
+        "fetching_fac_kernel",
+        "merge_kernel",
+        "dense_kernel",
+        "pack_kernel",
+    }
     for recorded in launches:
         assert len(recorded.compile(capability).asm["cubin"]) > 0

@@ -155,6 +155,37 @@ def test_rows_are_refreshed_before_they_are_scored() -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("mask", ["", "lengths"])
+def test_a_hot_buffer_changes_nothing(mask: str) -> None:
+    """Attention through the hot buffer has the same bits, and the buffer is what its specification makes of the same tokens."""
+    from fasa_compile.triton_kernels import hot_slots, sparse_decode
+
+    case = make_case("int8", mask=mask, L=240, n_fac=40)
+    size = hot_slots.HotSize(2, 13)
+    spec = hot_slots.hot_spec(2, 2, size, 24, 16, torch.float32)
+    ours, theirs = ([torch.zeros(shape, dtype=dtype) for shape, dtype in spec] for _ in range(2))
+    first = torch.zeros(1) if case.mask is None else reference.mask_bounds(case.mask, 240)[:, 0]
+    for step in range(3):
+        case.q = case.q + 0.4 * torch.randn_like(case.q)
+        slots = torch.tensor([[17 + step], [129 + step]])
+        for b in range(2):
+            case.k[b, :, slots[b]], case.v[b, :, slots[b]] = torch.randn(2, 1, 24), torch.randn(2, 1, 16)
+        args = (case.q, case.k, case.v, *case.cache, case.norm, case.mask, None, slots, None)
+        chosen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        plain = sparse_decode.sparse_decode(*args, **case.how)
+        through = sparse_decode.sparse_decode(*args, *ours, selection=chosen, **case.how)
+        assert torch.equal(plain, through)
+        kept, count = (x.view(2, 2, *x.shape[1:]) for x in chosen[0])
+        used = (torch.arange(kept.shape[-1]) < count[..., None]).flatten(2)
+        token = torch.where(used, kept.flatten(2), 0).long()
+        hot_slots.rows_through_(*theirs, case.k, case.v, token, used, first, slots)
+        for got, expected in zip(ours, theirs, strict=True):
+            assert torch.equal(got, expected)
+    assert ours[2][..., hot_slots.FETCHED].sum() < ours[2][..., hot_slots.ATTENDED].sum()
+    assert ours[2][..., hot_slots.UNKEPT].sum() > 0
+
+
+@interpreted
 def test_rows_are_refreshed_where_the_budget_holds_all() -> None:
     from fasa_compile.triton_kernels import sparse_decode
 

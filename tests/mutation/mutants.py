@@ -399,7 +399,7 @@ add(
 )
 add(
     "dense_below is ignored",
-    "least = policy.dense_below if policy.dense_below is not None else cost.break_even",
+    "least = policy.dense_below if policy.dense_below is not None else None if hosted else cost.break_even",
     "least = cost.break_even",
     f"{DENSE_MODE}::test_a_length_that_the_user_sets",
 )
@@ -524,8 +524,8 @@ add(
 )
 add(
     "the cache may be copied to be read",
-    "if views_only and value.target not in _VIEWS",
-    "if False and value.target not in _VIEWS",
+    "if views_only and value.target not in VIEWS",
+    "if False and value.target not in VIEWS",
     f"{HAZARDS}::test_positions_that_are_changed_in_place_after_the_write",
 )
 
@@ -534,13 +534,13 @@ add(
 add = breaks("fasa_compile/runtime.py", STATE)
 add(
     "writes to K are not counted",
-    "self.key() is k and self.version == k._version and",
-    "self.key() is k and",
+    " or self.version != k._version",
+    "",
     f"{STATE}::test_reset_and_a_new_prompt",
 )
 add(
     "storage may be swapped under the cache",
-    " and self.address == k.data_ptr()",
+    " or self.address != k.data_ptr()",
     "",
     f"{HAZARDS}::test_storage_that_is_swapped_under_the_cache",
 )
@@ -571,8 +571,8 @@ add(
 )
 add(
     "the packed cache is made anew in every step",
-    "packed.version = arguments[keeper.k_input]._version",
-    "packed.version = _UNTRACKED",
+    "        self.version = k._version\n",
+    "        self.version = _UNTRACKED\n",
     f"{STATE}::test_two_caches_in_turn_keep_their_own_state",
 )
 add(
@@ -587,7 +587,12 @@ add(
     "return torch.zeros_like(layer.norm)",
     SPARSE,
 )
-add("scale and zero are not packed anew", "packed.meta.copy_(meta)", "pass", f"{STATE}::test_reset_and_a_new_prompt")
+add(
+    "scale and zero are not packed anew",
+    "packed.meta[:, :, first : first + keys.shape[2]].copy_(meta)",
+    "pass",
+    f"{STATE}::test_reset_and_a_new_prompt",
+)
 add(
     "a cache in inference mode is trusted",
     "hint, frozen=k.is_inference())",
