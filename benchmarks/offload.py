@@ -118,8 +118,9 @@ class Site:
                 made.append(torch.zeros(shape, dtype=dtype, device="cuda"))
         return made
 
-    def call(self, q: Tensor, k: Tensor, v: Tensor, state: list[Tensor]) -> Tensor:
-        return sparse_decode(
+    def step(self, q: Tensor, hosted: bool, state: list[Tensor]) -> Callable[[], Tensor]:
+        k, v = (self.host_k, self.host_v) if hosted else (self.k, self.v)
+        return lambda: sparse_decode(
             q, k, v, self.data, self.meta, self.dims, self.centre, self.spread, self.norm, None, self.bounds, self.slots,
             *state, scale=D**-0.5, n_fac=N_FAC, n_sink=4, n_recent=16, fmt=self.fmt,
         )  # fmt: skip
@@ -137,9 +138,9 @@ def layer(shape: str, hot: list[int], turns: list[int], fmt: str = "int4", n_tip
             hosted: bool, states: list[list[Tensor]], paths: list[list[Tensor]] = paths
         ) -> list[Callable[[], Tensor]]:
             return [
-                lambda s=s, q=paths[i][j], x=states[i]: s.call(q, *((s.host_k, s.host_v) if hosted else (s.k, s.v)), x)  # type: ignore[misc]
+                site.step(path[j], hosted, state)
                 for j in range(len(paths[0]))
-                for i, s in enumerate(sites)
+                for site, path, state in zip(sites, paths, states, strict=True)
             ]
 
         states = [site.state(None) for site in sites]
