@@ -2,32 +2,39 @@
 
     python benchmarks/offload.py link --out benchmarks/results/offload-h100.json
     python benchmarks/offload.py layer --shape 1x32768 --shape 8x32768 --out ...
-    python benchmarks/offload.py step --case 1x32768 --case 8x32768 --out ...
+    python benchmarks/offload.py step --case 1x32768:card --case 1x32768:host --soak 2000 --out ...
+    python benchmarks/offload.py memory --out ...
     python benchmarks/offload.py long --length 524288 --out ...
-    python benchmarks/offload.py soak --out ...
 
 Each part adds its rows to the record. ``link``: what pinning costs and what the link to the host gives. ``layer``: attention of one
 layer in CUDA graphs, four sites in turn, queries that walk around a circle in ``n`` steps: the fewer, the more of the selection changes
 in each, down to independent queries; how much was fetched is counted, not assumed. ``step``: a whole model of Llama-3.1-8B geometry
-(``decode.py``). ``long``: a context whose K and V the card cannot hold. ``soak``: 2,000 steps, compared with FASA-C bit for bit.
+(``decode.py``), all layers with the first one's weights, inputs that are more or less like the last one's; the logits of ``--soak`` steps are
+compared bit for bit. ``memory``: what the card holds for one layer. ``long``: a context whose K and V the card cannot hold.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import decode
 import torch
 from _timing import environment, graph_time
 from torch import Tensor
 
-from fasa_compile import offloaded_cache, staged
+import fasa_compile
+from fasa_compile import FasaStaticCache, fasa_backend, offloaded_cache, staged
 from fasa_compile.offload import rows_of
 from fasa_compile.triton_kernels import ops, pack
 from fasa_compile.triton_kernels.hot_slots import ATTENDED, FETCHED, UNKEPT, HotSize, fac_parts, hot_spec
@@ -35,6 +42,7 @@ from fasa_compile.triton_kernels.sparse_decode import sparse_decode
 
 HQ, HKV, D, N_FAC = 32, 8, 128, 1024
 SITES = 4
+LINK = 46  # GB/s that a kernel reads host memory at (``link``)
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -167,6 +175,282 @@ def layer(shape: str, hot: list[int], turns: list[int], fmt: str = "int4", n_tip
     return rows
 
 
+# ---- whole models -----------------------------------------------------------------------------------------------------
+
+
+def model_of(layers: int, *, shared: bool) -> Any:
+    """The model of ``decode.py``; ``shared``: all layers have the first one's weights, which a step reads as often, and which lets
+    several cases share the card."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    decode.GEOMETRY["max_position_embeddings"] = 1 << 20
+    if not shared:
+        return decode.build(layers)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **decode.GEOMETRY)).to(torch.bfloat16).eval()
+    one = decode.build(1)
+    model.model.norm, model.model.rotary_emb, model.lm_head = one.model.norm, one.model.rotary_emb, one.lm_head
+    model.model.embed_tokens = None  # inputs are embeddings
+    for layer in model.model.layers:
+        for name, parameter in one.model.layers[0].named_parameters():
+            owner, _, leaf = name.rpartition(".")
+            setattr(layer.get_submodule(owner), leaf, parameter)
+    return model
+
+
+class Steps:
+    """A compiled model and its cache, whose inputs walk: each embedding is a mixture of the last one and a new one."""
+
+    def __init__(
+        self, model: Any, batch: int, length: int, hosted: bool, hot_tokens: int | None, fmt: str, n_tip: int
+    ) -> None:
+        from transformers import StaticCache
+
+        self.model, self.batch, self.length = model, batch, length
+        layers = model.config.num_hidden_layers
+        torch.cuda.synchronize()
+        self.before = torch.cuda.memory_allocated()
+        self.cache = (FasaStaticCache if hosted else StaticCache)(config=model.config, max_cache_len=length)
+        self.seconds_to_allocate = seconds(
+            lambda: self.cache.early_initialization(batch, HKV, D, torch.bfloat16, torch.device("cuda"))
+        )
+        g = torch.Generator("cuda").manual_seed(7)
+        for layer in self.cache.layers:
+            for to in (layer.keys, layer.values):
+                for b in range(batch):  # the same numbers wherever they go
+                    to[b].copy_(torch.randn(to.shape[1:], generator=g, device="cuda", dtype=torch.bfloat16))
+        profile = decode.random_profile(layers, n_tip, fmt)
+        how: dict[str, Any] = {"offload": "cpu", "hot_tokens": hot_tokens} if hosted else {}
+        self.backend = fasa_backend(profile, n_fac=N_FAC, check_weights=False, strict=True, dense_below=0, **how)
+        torch._dynamo.reset()
+        self.compiled = torch.compile(model, backend=self.backend, mode="reduce-overhead", dynamic=False)
+        self.noise = torch.Generator("cuda").manual_seed(11)
+        self.x = self.fresh()
+
+    def fresh(self) -> Tensor:
+        shape = (self.batch, 1, self.model.config.hidden_size)
+        return 0.02 * torch.randn(shape, generator=self.noise, device="cuda", dtype=torch.bfloat16)
+
+    def rewind(self, room: int) -> None:
+        decode.rewind(self.cache, self.length - room)
+
+    @torch.no_grad()
+    def step(self, like: float) -> Tensor:
+        """One step; ``like``: the cosine of this input with the last one."""
+        self.x = like * self.x + math.sqrt(1 - like * like) * self.fresh()
+        return self.compiled(inputs_embeds=self.x, past_key_values=self.cache).logits
+
+    def timed(self, like: float, steps: int = 24, warm: int = 6) -> dict[str, Any]:
+        """Milliseconds a step (the model's, not the input's), and what the hot buffer counted meanwhile."""
+        self.rewind(steps + warm + 2)
+        times = []
+        for i in range(steps + warm):
+            if i == warm:
+                fasa_compile.reset_stats()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self.x = like * self.x + math.sqrt(1 - like * like) * self.fresh()
+            begin.record()
+            with torch.no_grad():
+                self.compiled(inputs_embeds=self.x, past_key_values=self.cache)
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        row = {"likeness": like, "ms_per_step": statistics.median(times[warm:]), "slowest": max(times[warm:])}
+        hot = fasa_compile.stats().get("hot")
+        if hot:
+            total = {name: sum(r[name] for r in hot.values()) for name in ("attended", "fetched", "unkept")}
+            bytes_a_step = total["fetched"] / steps * 4 * D
+            row |= {
+                "hit_rate": 1 - total["fetched"] / total["attended"],
+                "without_a_slot": total["unkept"] / total["attended"],
+                "mb_fetched_a_step": bytes_a_step / 1e6,
+                "ms_at_the_links_gb_s": bytes_a_step / LINK / 1e6,
+            }
+        return row
+
+    def kept_bytes(self) -> int:
+        """What the card holds for K and V beyond the model, by the allocator."""
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated() - self.before
+
+    def soak(self, steps: int) -> dict[str, Any]:
+        """``steps`` steps whose selections change: a digest of every step's logits, and the memory meanwhile."""
+        self.noise.manual_seed(13)
+        self.x = self.fresh()
+        self.rewind(steps + 2)
+        digests, memory = [], []
+        begin = time.perf_counter()
+        for i in range(steps):
+            out = self.step(0.0 if i % 100 == 99 else 0.95)
+            digests.append(
+                out.view(torch.int16).to(torch.int64).mul(torch.arange(1, out.shape[-1] + 1, device="cuda")).sum()
+            )
+            if i % 100 == 50:
+                torch.cuda.synchronize()
+                memory.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), resident_bytes()))
+        return {
+            "steps": steps,
+            "seconds": time.perf_counter() - begin,
+            "memory": memory,
+            "digests": [int(d) for d in torch.stack(digests).tolist()],
+        }
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def worker(case: str, lock: str, layers: int, soak: int, out: Path) -> None:
+    """One case on one model in this process: ``1x32768:card``, ``1x32768:host`` or ``1x32768:host-HOT``."""
+    shape, variant = case.split(":")
+    batch, length = map(int, shape.split("x"))
+    hot = int(variant.split("-")[1]) if "-" in variant else None
+    turn = decode.Turn(lock)
+    torch.manual_seed(0)
+    model = model_of(layers, shared=True)
+    run = Steps(model, batch, length, variant.startswith("host"), hot, "int4", 32)
+    run.rewind(64)
+    begin = time.perf_counter()
+    run.step(0.9)  # traced and compiled while others time
+    torch.cuda.synchronize()
+    row: dict[str, Any] = {
+        "case": case, "seconds_first_step": time.perf_counter() - begin, "seconds_to_allocate": run.seconds_to_allocate,
+    }  # fmt: skip
+    turn.take()
+    for _ in range(4):
+        run.step(0.9)
+    row["kept_bytes"] = run.kept_bytes()
+    row["dense_bytes"] = batch * length * layers * HKV * 4 * D
+    row["timed"] = [run.timed(like) for like in (0.99, 0.95, 0.9, 0.8, 0.0)]
+    row["skips"] = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+    turn.leave()
+    out.write_text(json.dumps(row))
+    if soak:
+        turn.take()
+        row["soak"] = run.soak(soak)
+        turn.leave()
+        out.write_text(json.dumps(row))
+
+
+def step(cases: list[str], layers: int, soak: int, limit: float) -> list[dict[str, Any]]:
+    """Every case in a process of its own, all at a time: they compile together and take turns on the card."""
+    began = time.monotonic()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        running = []
+        for i, case in enumerate(cases):
+            out = Path(folder) / f"{i}.json"
+            command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), __file__, "step", "--worker", case]
+            command += ["--lock", f"{folder}/lock", "--layers", str(layers), "--out", str(out)]
+            command += ["--soak", str(soak if i < 2 else 0)]
+            running.append((case, out, subprocess.Popen(command)))
+        for case, out, process in running:
+            try:
+                process.wait(max(1.0, limit - (time.monotonic() - began)))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                print(case, "took too long", flush=True)
+            if out.exists():
+                rows.append(json.loads(out.read_text()))
+    soaks = [row["soak"] for row in rows if "soak" in row]
+    digests = [s.pop("digests") for s in soaks]
+    if len(digests) == 2:
+        rows[0]["soak"]["steps_equal"] = sum(a == b for a, b in zip(*digests, strict=True))
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def memory(formats: list[str], lengths: list[int], hots: list[int]) -> list[dict[str, Any]]:
+    """Bytes on the card for K and V of one layer, by the allocator, against dense bf16. Each ``fmt-n_tip``."""
+    rows = []
+    model = model_of(1, shared=False)
+    for length in lengths:
+        for name in formats:
+            for hot in hots:
+                fmt, n_tip = name.split("-")
+                torch.cuda.synchronize()
+                before = torch.cuda.memory_allocated()
+                cache = FasaStaticCache(config=model.config, max_cache_len=length)
+                profile = decode.random_profile(1, int(n_tip), fmt)
+                backend = fasa_backend(
+                    profile, n_fac=N_FAC, check_weights=False, strict=True, offload="cpu", hot_tokens=hot, inner="eager"
+                )
+                torch._dynamo.reset()
+                compiled = torch.compile(model, backend=backend, dynamic=False)
+                token = torch.zeros((1, 1), dtype=torch.long, device="cuda")
+                with torch.no_grad():
+                    model(token.expand(1, 4), past_key_values=cache)
+                    for _ in range(2):
+                        out = compiled(input_ids=token, past_key_values=cache)
+                del out, token
+                gc.collect()
+                torch.cuda.synchronize()
+                kept = torch.cuda.memory_allocated() - before
+                dense = length * HKV * 4 * D
+                (row,) = backend.explain().rows
+                rows.append(
+                    {
+                        "length": length, "format": fmt, "n_tip": int(n_tip), "hot_tokens": hot, "bytes": kept,
+                        "dense_over_this": dense / kept, "predicted": row.packed_bytes + row.hot_bytes,
+                    }
+                )  # fmt: skip
+                print(rows[-1], flush=True)
+                del cache, compiled, backend
+                torch._dynamo.reset()
+                gc.collect()
+    return rows
+
+
+def long(length: int, prefill: int, chunk: int, layers: int, hot: int | None, fmt: str, n_tip: int) -> dict[str, Any]:
+    """A context whose K and V do not fit the card: dense runs out of memory; here, prefill in chunks, the rest of the context
+    injected as random K and V, and decode."""
+    from transformers import StaticCache
+
+    model = model_of(layers, shared=False)
+    row: dict[str, Any] = {"length": length, "card_gib": torch.cuda.get_device_properties(0).total_memory / 2**30}
+    try:
+        dense = StaticCache(config=model.config, max_cache_len=length)
+        dense.early_initialization(1, HKV, D, torch.bfloat16, torch.device("cuda"))
+        with torch.no_grad():
+            model(torch.zeros((1, 1), dtype=torch.long, device="cuda"), past_key_values=dense)
+        row["dense"] = "fits"
+    except torch.OutOfMemoryError as problem:
+        row["dense"] = str(problem).split(". ")[0]
+    dense = None
+    gc.collect()
+    torch.cuda.empty_cache()
+    print(row, flush=True)
+    torch.cuda.reset_peak_memory_stats()
+    run = Steps(model, 1, length, True, hot, fmt, n_tip)
+    row["seconds_to_allocate"] = run.seconds_to_allocate
+    print(row, flush=True)
+    decode.rewind(run.cache, 0)
+    ids = torch.randint(0, 128256, (1, prefill), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    base = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+
+    def fill() -> None:
+        with torch.no_grad():
+            for part in ids.split(chunk, dim=1):
+                model(part, past_key_values=run.cache, logits_to_keep=1)
+
+    row |= {"prefilled": prefill, "chunk": chunk, "prefill_seconds": seconds(fill)}
+    row["prefill_bytes_on_the_card"] = torch.cuda.max_memory_allocated() - base
+    row["injected"] = length - prefill
+    print(row, flush=True)
+    run.rewind(200)
+    begin = time.perf_counter()
+    for _ in range(4):
+        run.step(0.9)
+    torch.cuda.synchronize()
+    row["seconds_first_steps"] = time.perf_counter() - begin
+    row["kept_bytes"], row["dense_bytes"] = run.kept_bytes(), length * layers * HKV * 4 * D
+    row["timed"] = [run.timed(like) for like in (0.99, 0.95, 0.9, 0.8, 0.0)]
+    row["explain"] = str(run.backend.explain()).splitlines()[-3:]
+    return row
+
+
 # ---- the record -------------------------------------------------------------------------------------------------------
 
 
@@ -186,10 +470,22 @@ def add(out: Path | None, part: str, rows: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["link", "layer"])
+    parser.add_argument("part", choices=["link", "layer", "step", "memory", "long"])
     parser.add_argument("--shape", action="append", help="BATCHxLENGTH, of layer")
     parser.add_argument("--hot", type=int, action="append", help="tokens of the hot buffer, of layer; 0: none")
     parser.add_argument("--turns", type=int, action="append", help="steps around the circle, of layer")
+    parser.add_argument("--case", action="append", help="BATCHxLENGTH:card, :host or :host-HOT_TOKENS, of step")
+    parser.add_argument(
+        "--soak", type=int, default=0, help="steps that the first two cases take at the end, to be compared"
+    )
+    parser.add_argument("--limit", type=float, default=600, help="seconds, of step")
+    parser.add_argument("--format", action="append", help="FORMAT-N_TIP, of memory and long")
+    parser.add_argument("--length", type=int, action="append", help="tokens, of memory and long")
+    parser.add_argument("--prefill", type=int, default=32768, help="tokens that are really prefilled, of long")
+    parser.add_argument("--chunk", type=int, default=4096, help="of the prefill")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--lock", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="write the record here (JSON)")
     options = parser.parse_args()
     if options.part == "link":
@@ -200,6 +496,21 @@ def main() -> None:
             rows += layer(shape, options.hot or [0, 1024, 1536, 2048], options.turns or [48, 20, 12, 0])
             torch.cuda.empty_cache()
         add(options.out, "layer", rows)
+    elif options.part == "step":
+        if options.worker:
+            return worker(options.worker, options.lock, options.layers, options.soak, options.out)
+        cases = options.case or ["1x32768:card", "1x32768:host"]
+        add(options.out, "step", step(cases, options.layers, options.soak, options.limit))
+    elif options.part == "memory":
+        formats = options.format or ["bf16-8", "bf16-12", "fp8-8", "fp8-12", "int4-32"]
+        add(options.out, "memory", memory(formats, options.length or [32768, 131072], options.hot or [1024, 1536]))
+    elif options.part == "long":
+        (name,) = options.format or ["int4-32"]
+        (length,) = options.length or [524288]
+        hot = options.hot[0] if options.hot else None
+        fmt, n_tip = name.split("-")
+        row = long(length, options.prefill, options.chunk, options.layers, hot, fmt, int(n_tip))
+        add(options.out, "long", row)
 
 
 if __name__ == "__main__":

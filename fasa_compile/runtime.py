@@ -54,10 +54,13 @@ class PackedCache:
     values_version: int = _UNTRACKED
 
     def agrees(self, k: torch.Tensor) -> bool:
-        if self.frozen or self.key() is not k or self.version != k._version or self.address != k.data_ptr():
-            return False
+        return not self.frozen and self.key() is k and self.version == k._version and self.address == k.data_ptr()
+
+    def drop_stale_rows(self) -> None:
+        """Empty the hot buffer where V was written by others: it holds rows of both. (Where K was, all is made anew.)"""
         v = None if self.values is None else self.values()
-        return self.values is None or (v is not None and self.values_version == v._version)
+        if self.tags is not None and (v is None or self.values_version != v._version):
+            self.tags.zero_()
 
     def note(self, k: torch.Tensor) -> None:
         """From now on it agrees with ``k``, as it is now."""
@@ -280,6 +283,7 @@ class Runtime:
                     packed = keeper.refresh(k, capturing=capturing)
                     anew |= not packed.frozen
                 keeper.bind(packed)
+            packed.drop_stale_rows()
         return anew
 
     def _copies(self, arguments: Sequence[Any]) -> dict[int, torch.Tensor] | None:
