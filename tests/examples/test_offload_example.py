@@ -1,0 +1,14 @@
+"""The example of K and V in host memory, on a CPU."""
+
+from __future__ import annotations
+
+import fasa_compile
+import offload
+
+
+def test_the_same_tokens_from_host_memory():
+    on_card, in_host_memory, report = offload.main("cpu", inner="eager")
+    assert on_card == in_host_memory and len(set(on_card)) > 1
+    assert "K and V of 2 sites in host memory" in report
+    counts = fasa_compile.stats()["hot"].values()
+    assert 0 < sum(c["fetched"] for c in counts) < sum(c["attended"] for c in counts)
