@@ -12,6 +12,7 @@ PARITY, STATE = "end_to_end/test_parity.py", "end_to_end/test_state.py"
 HAZARDS, BAD_INPUT = "end_to_end/test_hazards.py", "end_to_end/test_bad_input.py"
 TRIALS_CACHE, TRIALS_ATTENTION = "end_to_end/test_trials_cache.py", "end_to_end/test_trials_attention.py"
 TRIALS_MISC, AUDIT = "end_to_end/test_trials_misc.py", "end_to_end/test_audit.py"
+MATCH_GAPS = "match/test_match_gaps.py"
 FAULTS, GAPS = "end_to_end/test_faults.py", "end_to_end/test_mutation_gaps.py"
 DENSE_MODE, REPORT = "end_to_end/test_dense_mode.py", "end_to_end/test_report.py"
 REFERENCE, INTERPRETER, OPS = "kernels/test_reference.py", "kernels/test_interpreter.py", "kernels/test_ops.py"
@@ -69,9 +70,7 @@ add(
     "a write through a view reaches no other view",
     "for alias in self._aliases.get(_storage(value), ()):",
     "for alias in self._aliases.get(_storage(value), ())[:1]:",
-    f"{CACHE}::test_static_without_slots",
-    "internals/test_torch_facts.py::test_a_write_through_a_view_reaches_the_base",
-    "internals/test_torch_facts.py::test_values_have_a_holder_before_and_after_a_write",
+    f"{MATCH_GAPS}::test_every_alias_of_a_written_tensor_is_followed",
 )
 add(
     "assignment to an index is no write",
@@ -83,8 +82,7 @@ add(
     "a value is that of one step later",
     "if since >= point:",
     "if since > point:",
-    f"{CACHE}::test_two_attentions_on_one_cache",
-    f"{CACHE}::test_buffer_written_again_after_it_was_read",
+    f"{MATCH_GAPS}::test_every_alias_of_a_written_tensor_is_followed",
 )
 add(
     "inputs that share memory are taken apart",
@@ -142,14 +140,7 @@ add(
     "the first head speaks for all",
     "for h in sorted({0, heads // 2, heads - 1} if keys.part is None",
     "for h in sorted({0} if keys.part is None",
-    f"{ATTENTION}::test_a_head_that_is_not_rotated_is_refused",
-)
-add(
-    "values may be shared by other groups than keys",
-    "if size[1] % group or layout.group_of(chain, canonical, size[1]) % group:",
-    "if False:",
-    f"{ATTENTION}::test_heads_out_of_order_are_heads_of_their_own",
-    f"{ATTENTION}::test_what_cannot_be_read_is_refused_by_name",
+    f"{MATCH_GAPS}::test_every_head_that_is_looked_at_must_be_rotated",
 )
 add(
     "a layer's second run has the first one's name",
@@ -161,7 +152,8 @@ add(
     "the rope of a site is that of an attention before",
     "key = (form.pattern(), tol)",
     "key = (who, tol)",
-    f"{ROPE}::test_queries_and_keys_that_differ_are_refused",
+    f"{ROPE}::test_full_rotation",
+    f"{MATCH_GAPS}::test_each_attention_is_proven_for_itself",
 )
 
 # ---- patterns ---------------------------------------------------------------------------------------------------------
@@ -194,7 +186,7 @@ add(
     "a matrix with unequal sines is a rotation",
     " or abs(m[0, 1] + m[1, 0]) > tol * magnitude",
     "",
-    f"{ROPE}::test_no_rotation_is_refused",
+    f"{MATCH_GAPS}::test_one_plane_alone_must_be_a_rotation",
 )
 add(
     "planes may be scaled unequally",
@@ -206,7 +198,7 @@ add(
     "angles need not move with the position",
     "return before.pairs == after.pairs and _apart(before.angles, after.angles) > 4 * tol",
     "return before.pairs == after.pairs",
-    f"{ROPE}::test_no_rotation_is_refused",
+    f"{MATCH_GAPS}::test_a_small_turn_that_never_moves_is_refused",
 )
 add(
     "a rotation need not start at the identity",
@@ -285,35 +277,28 @@ add(
     "attention with dropout is read without it",
     'raise Refused("dropout", f"{node.name}: p=',
     'Refused("dropout", f"{node.name}: p=',
-    f"{ATTENTION}::test_what_cannot_be_read_is_refused_by_name",
+    f"{ATTENTION}::test_dropout_is_refused",
 )
 
 add = breaks("patterns/cache.py", CACHE)
-add("slots may count from the end", " or (places < 0).any():", ":", f"{CACHE}::test_static_without_slots")
-add("new tokens of a cat come first", "first = found[-1][1] - at.offset", "first = 0", f"{CACHE}::test_dynamic")
 add(
-    "an index_put that adds is a write",
-    'if graph.argument(node, 3, "accumulate", False) or at.dim',
-    "if at.dim",
-    f"{GAPS}::test_keys_that_are_added_to_a_row_are_not_its_keys",
+    "slots may count from the end",
+    " or (places < 0).any():",
+    ":",
+    f"{MATCH_GAPS}::test_slots_that_count_from_the_end_are_none",
 )
+add("new tokens of a cat come first", "first = found[-1][1] - at.offset", "first = 0", f"{CACHE}::test_dynamic")
 add(
     "which row is which sequence's never changes",
     "if _reads_tensors(indices[at.batch_dim]):",
     "if False:",
-    f"{HAZARDS}::test_rows_of_sequences_that_change_their_order_between_calls",
+    f"{MATCH_GAPS}::test_rows_of_sequences_that_are_an_input_may_change",
 )
 add(
     "rows are counted without the view's offset",
     "return places % graph.shape(node)[at.dim] - at.offset",
     "return places % graph.shape(node)[at.dim]",
-    f"{CACHE}::test_static_without_slots",
-)
-add(
-    "any number of rows may be picked by a mask",
-    "if len(rows) != 1 or not (",
-    "if not (",
-    f"{CACHE}::test_keys_that_are_joined_in_no_known_way",
+    f"{MATCH_GAPS}::test_keys_that_are_seen_from_a_row_on",
 )
 
 add = breaks("patterns/layout.py", ATTENTION, CACHE)
@@ -321,14 +306,7 @@ add(
     "keys that were rounded are read unrounded",
     "if torch.finfo(own).eps < torch.finfo(dtype).eps:",
     "if False:",
-    f"{TRIALS_CACHE}::test_a_rotation_in_fp32_over_a_narrow_cache",
-    f"{CACHE}::test_widening_cast_is_left_to_the_reader",
-)
-add(
-    "groups of heads may be unequal",
-    "if read != [h // group for h in range(heads)]:",
-    "if False:",
-    f"{ATTENTION}::test_heads_out_of_order_are_heads_of_their_own",
+    f"{MATCH_GAPS}::test_keys_that_attention_rounds_are_rounded",
 )
 
 add = breaks("patterns/flash.py", "match/test_flash_attention.py")
