@@ -8,6 +8,7 @@ from test_cache import RowPerSequence
 from test_rope import Attention, D, Static, both, cos_and_sin_exchanged, decode, halves, sdpa
 from tiny import HKV, HQ, S, half_split, repeated, run_matched, visible
 from torch import fx, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from fasa_compile.capture import capture
@@ -198,3 +199,20 @@ def test_rows_of_sequences_that_are_an_input_may_change():
     for given in (False, True):
         site = run_matched(Given(3, given), *inputs).site
         assert (site.cache.kind, site.cache.slots is None) == ("static", given)
+
+
+def test_blocks_hide_what_a_mask_mod_would_show():
+    """A block mask made by hand: a mask_mod and blocks, some of which are not listed; both count."""
+
+    def attend(q, k, v, pos):
+        num = torch.full((1, 1, 1), 2, dtype=torch.int32)
+        blocks = torch.tensor([[[[2, 0, 1]]]], dtype=torch.int32)
+        block_mask = BlockMask.from_kv_blocks(
+            num, blocks, BLOCK_SIZE=(8, 8), mask_mod=lambda b, h, q, kv: kv % 3 != 1, seq_lengths=(1, S)
+        )
+        return flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True)
+
+    matched = decode(Attention(half_split, Static(), attend))
+    expected = torch.arange(S) % 3 != 1
+    expected[8:16] = False
+    assert (matched.value(matched.site.mask) == expected).all()

@@ -323,6 +323,7 @@ add(
     "blocks that are not listed are seen",
     "mask = seen if mask is None else mask & seen",
     "mask = seen if mask is None else mask",
+    f"{MATCH_GAPS}::test_blocks_hide_what_a_mask_mod_would_show",
 )
 add("a score_mod's factor is lost", "factor = float(scale) * score.factor", "factor = float(scale)")
 add("what a score_mod subtracts is added", "of[term] if sign > 0 else", "of[term] if sign else")
