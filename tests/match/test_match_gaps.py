@@ -9,7 +9,7 @@ from test_rope import Attention, D, Static, both, cos_and_sin_exchanged, decode,
 from tiny import HKV, HQ, S, half_split, repeated, run_matched, visible
 from torch import fx, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import dropout, scaled_dot_product_attention
 
 from fasa_compile.capture import capture
 
@@ -216,3 +216,11 @@ def test_blocks_hide_what_a_mask_mod_would_show():
     expected = torch.arange(S) % 3 != 1
     expected[8:16] = False
     assert (matched.value(matched.site.mask) == expected).all()
+
+
+def test_dropout_of_weights_is_refused():
+    def attend(q, k, v, pos):
+        weights = (q @ repeated(k).mT).masked_fill(~visible(pos, S), float("-inf")).softmax(-1)
+        return dropout(weights, 0.1, training=True) @ repeated(v)
+
+    assert decode(Attention(half_split, Static(), attend)).refused.reason == "dropout"

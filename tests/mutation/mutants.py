@@ -277,7 +277,7 @@ add(
     "attention with dropout is read without it",
     'raise Refused("dropout", f"{node.name}: p=',
     'Refused("dropout", f"{node.name}: p=',
-    f"{ATTENTION}::test_dropout_is_refused",
+    f"{MATCH_GAPS}::test_dropout_of_weights_is_refused",
 )
 
 add = breaks("patterns/cache.py", CACHE)
