@@ -41,7 +41,6 @@ from fasa_compile.triton_kernels.hot_slots import ATTENDED, FETCHED, UNKEPT, Hot
 from fasa_compile.triton_kernels.sparse_decode import sparse_decode
 
 HQ, HKV, D, N_FAC = 32, 8, 128, 1024
-SITES = 4
 LINK = 46  # GB/s that a kernel reads host memory at (``link``)
 
 
@@ -57,33 +56,33 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def link() -> dict[str, Any]:
-    """Pinning, copies of a layer to the card, and gathered rows of K and V together."""
-    torch.zeros(1, device="cuda")
-    made: list[Any] = []
-    tokens = 1 << 18  # 2 GiB at 16 KiB a token... of one layer: 4 KiB a token
-    pin = seconds(lambda: made.append(offloaded_cache((1, HKV, tokens, D), torch.bfloat16, "cuda")))
-    k, v = made[0]
-    rows = rows_of(k)
-    assert rows is not None
-    size = rows.bytes
-    fill = seconds(lambda: (k.fill_(1), v.fill_(1)))
-    stage = statistics.median(seconds(lambda: staged(k, v, tokens)) for _ in range(3))
-    read = statistics.median(seconds(lambda: k.contiguous()) for _ in range(3))
-    out: dict[str, Any] = {
-        "bytes": size,
-        "seconds_to_allocate_and_pin": pin,
-        "gb_per_s": {
-            "written by a kernel": size / fill / 1e9,
-            "copied to the card (staged)": size / stage / 1e9,
-            "K read by a kernel": size / 2 / read / 1e9,
-        },
-        "gathered": {},
-    }
-    both = torch.as_strided(k, (HKV * tokens, 2 * D), (2 * D, 1))
-    for number in (64, 512, 2048, 4096, 8192, 32768):
-        index = [torch.randint(0, HKV * tokens, (number,), device="cuda") for _ in range(4)]
-        us = graph_time([lambda i=i: both.index_select(0, i) for i in index])  # type: ignore[misc]
-        out["gathered"][number] = {"us": us, "gb_per_s": number * 4 * D / us / 1e3}
+    """Pinning, copies of a layer to the card, and gathered rows of K and V together, near each other and far apart."""
+    torch._dynamo.mark_static_address(
+        torch.zeros(1, device="cuda")
+    )  # imports what the first cache would have to wait for
+    out: dict[str, Any] = {"gathered_us": {}, "seconds_to_pin": {}}
+    for tokens in (1 << 18, 1 << 20):  # 1 and 4 GiB
+        made: list[Any] = []
+        pin = seconds(lambda n=tokens, made=made: made.append(offloaded_cache((1, HKV, n, D), torch.bfloat16, "cuda")))  # type: ignore[misc]
+        k, v = made.pop()
+        rows = rows_of(k)
+        assert rows is not None
+        gib = rows.bytes // 2**30
+        out["seconds_to_pin"][f"{gib} GiB"] = pin
+        if gib == 1:
+            fill = seconds(lambda k=k, v=v: (k.fill_(1), v.fill_(1)))  # type: ignore[misc]
+            stage = statistics.median(seconds(lambda k=k, v=v, n=tokens: staged(k, v, n)) for _ in range(3))  # type: ignore[misc]
+            read = statistics.median(seconds(lambda k=k: k.contiguous()) for _ in range(3))  # type: ignore[misc]
+            out["gb_per_s"] = {
+                "written by a kernel": rows.bytes / fill / 1e9,
+                "copied to the card (staged)": rows.bytes / stage / 1e9,
+                "K read by a kernel": rows.bytes / 2 / read / 1e9,
+            }
+        both = torch.as_strided(k, (HKV * tokens, 2 * D), (2 * D, 1))
+        for number in (64, 512, 2048, 8192, 32768):
+            index = [torch.randint(0, HKV * tokens, (number,), device="cuda") for _ in range(4)]
+            us = graph_time([lambda i=i, both=both: both.index_select(0, i) for i in index])  # type: ignore[misc]
+            out["gathered_us"][f"{number} rows of {4 * D} B in {gib} GiB"] = us
     return out
 
 
@@ -134,10 +133,12 @@ class Site:
         )  # fmt: skip
 
 
-def layer(shape: str, hot: list[int], turns: list[int], fmt: str = "int4", n_tip: int = 32) -> list[dict[str, Any]]:
+def layer(
+    sites_number: int, shape: str, hot: list[int], turns: list[int], fmt: str = "int4", n_tip: int = 32
+) -> list[dict[str, Any]]:
     """Microseconds a layer, with K and V on the card, in host memory without a hot buffer (0), and with hot buffers."""
     B, L = map(int, shape.split("x"))
-    sites = [Site(B, L, fmt, n_tip) for _ in range(SITES)]
+    sites = [Site(B, L, fmt, n_tip) for _ in range(sites_number)]
     rows = []
     for n in turns:
         paths = [site.queries(n) for site in sites]
@@ -152,7 +153,12 @@ def layer(shape: str, hot: list[int], turns: list[int], fmt: str = "int4", n_tip
             ]
 
         states = [site.state(None) for site in sites]
-        row: dict[str, Any] = {"shape": shape, "turns": n, "on the card": graph_time(steps(False, states))}
+        row: dict[str, Any] = {
+            "shape": shape,
+            "turns": n,
+            "sites": sites_number,
+            "on the card": graph_time(steps(False, states)),
+        }
         for tokens in hot:
             states = [site.state(tokens) for site in sites]
             us = graph_time(steps(True, states))
@@ -473,6 +479,7 @@ def main() -> None:
     parser.add_argument("part", choices=["link", "layer", "step", "memory", "long"])
     parser.add_argument("--shape", action="append", help="BATCHxLENGTH, of layer")
     parser.add_argument("--hot", type=int, action="append", help="tokens of the hot buffer, of layer; 0: none")
+    parser.add_argument("--sites", type=int, default=4, help="that take turns, of layer")
     parser.add_argument("--turns", type=int, action="append", help="steps around the circle, of layer")
     parser.add_argument("--case", action="append", help="BATCHxLENGTH:card, :host or :host-HOT_TOKENS, of step")
     parser.add_argument(
@@ -493,7 +500,7 @@ def main() -> None:
     elif options.part == "layer":
         rows: list[Any] = []
         for shape in options.shape or ["1x32768"]:
-            rows += layer(shape, options.hot or [0, 1024, 1536, 2048], options.turns or [48, 20, 12, 0])
+            rows += layer(options.sites, shape, options.hot or [0, 1024, 1536, 2048], options.turns or [48, 20, 12, 0])
             torch.cuda.empty_cache()
         add(options.out, "layer", rows)
     elif options.part == "step":
