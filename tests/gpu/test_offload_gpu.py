@@ -237,6 +237,19 @@ def test_a_card_without_room_is_refused(monkeypatch):
     assert isinstance(raised.value, OffloadError) or isinstance(raised.value.__cause__, OffloadError)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_the_second_card():
+    """Pinned for the card that asks, whichever is current."""
+    model = tiny_llama(2).to("cuda:1", torch.bfloat16)
+    ids, profile = IDS.to("cuda:1"), llama_profile(2, fc_format="int4")
+    expected = decode(model, compiled(model, profile, n_fac=40), ids, cache_for(model, "static", 512), 12)
+    cache = FasaStaticCache(model.config, 512)
+    found = decode(model, compiled(model, profile, n_fac=40, offload="cpu"), ids, cache, 12)
+    assert cache.layers[0].keys.device == torch.device("cuda", 1)
+    assert torch.equal(found, expected)
+    assert 0 < totals()["fetched"] < totals()["attended"]
+
+
 def test_memory_that_cannot_be_pinned(monkeypatch):
     class Refusing:
         @staticmethod
