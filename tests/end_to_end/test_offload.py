@@ -64,9 +64,12 @@ def test_same_bits_as_on_the_device(fc_format, hot_tokens):
 def test_inductor_keeps_the_hot_buffer():
     model = tiny_llama(1)
     profile = llama_profile(1, fc_format="int4")
-    expected = decode(model, compiled(model, profile, inner="inductor"), IDS, cache_for(model, "static"), 8)
+    expected = decode(model, compiled(model, profile, offload="cpu"), IDS, host_cache(model), 8)
+    counts = totals()
+    fasa_compile.reset_stats()
     step = compiled(model, profile, inner="inductor", offload="cpu")
-    assert torch.equal(decode(model, step, IDS, host_cache(model), 8), expected)
+    assert difference(decode(model, step, IDS, host_cache(model), 8), expected) <= 1e-4
+    assert totals() == counts
     assert 0 < totals()["fetched"] < totals()["attended"]
 
 
