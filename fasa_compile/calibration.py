@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ class _Observer:
         self.stats: dict[str, LayerStats] = {}
         self.calls: Counter[str] = Counter()
         self.refused: list[NoMatch] = []
+        self.windows: dict[str, int] = {}  # most keys that a query of a layer saw, where a mask says so
         self.texts = texts
         self.bar = _bar(show)
 
@@ -65,6 +68,9 @@ class _Observer:
         with torch.no_grad():
             for row in range(q.shape[0]):
                 mine = None if mask is None else mask[row if mask.shape[0] > 1 else 0]
+                if mine is not None:
+                    seen = int(_allowed(mine).sum(-1).max())
+                    self.windows[site.layer] = max(self.windows.get(site.layer, 0), seen)
                 one_q, one_k = _visible(q[row : row + 1], k[row : row + 1], mine)
                 self.stats[site.layer].update(one_q, one_k, site.scale, None, site.softcap)
         if self.bar is not None:
@@ -83,12 +89,16 @@ class _Sink:
         self.observer.record(self.site, q, k, mask)
 
 
+def _allowed(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+
+
 def _visible(q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Queries and keys of one sequence without padding and unwritten cache slots: ``[1, Hq, n, D]`` and ``[1, Hkv, n, D]``."""
     T, L = q.shape[2], k.shape[2]
     if mask is None:
         return q, k[:, :, :L]
-    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+    allowed = _allowed(mask)
     keys = allowed.reshape(-1, allowed.shape[-1]).any(dim=0).expand(L).nonzero().squeeze(-1)
     n = min(len(keys), T)
     queries = keys if T == L else torch.arange(T - n, T, device=q.device)
@@ -129,7 +139,7 @@ def calibrate(
     n_tip: int | None = None,
     method: str = "score_variance",
     fc_format: str = "int4",
-    reduction: str = "static",
+    reduction: str | None = None,
     budget: Budget | None = None,
     forward: Callable[[nn.Module, Tensor], Any] | None = None,
     progress: bool = True,
@@ -138,8 +148,11 @@ def calibrate(
 
     ``data``: token ids, ``[T]`` or ``[B, T]`` (no padding), or several of them; one text of a few thousand tokens is enough.
     ``n_tip``: dominant FCs per KV head; by default half of them. ``method``: ``score_variance``, ``contextual_agreement`` or
-    ``greedy_mass``. ``fc_format``: how the packed FC cache stores keys. ``forward(model, token_ids)``: how to call a model
-    that does not take ``model(token_ids)``; a prefill of the whole text, with or without a cache.
+    ``greedy_mass``. ``fc_format``: how the packed FC cache stores keys. ``reduction``: how the query heads of a KV head agree on
+    a set of tokens; by default what keeps the most attention mass on held-out queries of the text, a single pass (``static``,
+    ``affine``) being preferred to two unless it loses ``SINGLE_PASS_WORTH`` more: ``stats["mass_kept"]`` has each. ``forward(model,
+    token_ids)``: how to call a model that does not take ``model(token_ids)``; a prefill of the whole text, with or without a cache.
+    Layers that see no more than a window of the text are marked dense: there is nothing to gain, and ``layer.stats["window"]`` says so.
 
     The model runs once per text, through ``torch.compile`` with a backend that only looks. Raises ``CalibrationError`` when
     no attention with a rotary embedding is found, or q or k hold values that no statistic can be made of.
@@ -180,15 +193,24 @@ def calibrate(
         warnings.warn(
             f"calibration could not read {len(unread)} layers, which stay dense ({because})", FasaWarning, stacklevel=2
         )
+    longest, budget = max(t.shape[1] for t in texts), budget or Budget()
     layers: list[LayerProfile] = []
+    kept: list[dict[str, float]] = []
     for name, stats in observer.stats.items():
         count = n_tip if n_tip is not None else max(1, len(stats.rope.pairs) // 2)
-        layers.append(stats.layer_profile(name, count, method, reduction))
+        made = stats.layer_profile(name, count, method, reduction or "static")
+        window = observer.windows.get(name, longest)
+        if window < longest:
+            made = replace(made, dense=True, stats={**made.stats, "window": float(window)})
+        elif reduction is None:
+            kept.append(stats.mass_kept(made, budget))
+        layers.append(made)
+    mass = {name: math.fsum(row[name] for row in kept) / len(kept) for name in (kept[0] if kept else ())}
     return FCProfile(
         layers=tuple(layers),
-        budget=budget or Budget(),
+        budget=budget,
         fc_format=fc_format,
-        reduction=reduction,
+        reduction=reduction or _best_reduction(mass),
         method=method,
         model=ModelFacts(type(model).__name__, weights_fingerprint(model), len(layers), {"uncalibrated": unread}),
         data={
@@ -196,7 +218,20 @@ def calibrate(
             "lengths": sorted({t.shape[1] for t in texts}),
             "fingerprint": data_fingerprint(texts),
         },
+        stats={"mass_kept": mass} if mass else {},
     )
+
+
+#: Share of attention mass that a second pass over the packed FC cache must save to be taken.
+SINGLE_PASS_WORTH = 0.01
+
+
+def _best_reduction(mass: dict[str, float]) -> str:
+    """The reduction with the most mass kept, of ``mass`` by name; ``softmax_sum`` only where it is clearly better."""
+    if not mass:
+        return "affine"
+    single = "affine" if mass["affine"] > mass["static"] else "static"
+    return "softmax_sum" if mass["softmax_sum"] > mass[single] + SINGLE_PASS_WORTH else single
 
 
 def _bar(show: bool) -> Any:

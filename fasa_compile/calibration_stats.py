@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fasa_compile.errors import CalibrationError
-from fasa_compile.profiles.schema import REDUCTIONS, LayerProfile, RopeFacts
+from fasa_compile.profiles.schema import REDUCTIONS, Budget, LayerProfile, RopeFacts
 
 if TYPE_CHECKING:
     from fasa_compile.sites import Rope
@@ -392,6 +392,40 @@ class LayerStats:
                 "stability": float(same),
             },
         )
+
+    @torch.no_grad()
+    def mass_kept(self, profile: LayerProfile, budget: Budget) -> dict[str, float]:
+        """Attention mass that a selection by ``profile``'s FCs keeps within ``budget``, by reduction: mean over query heads.
+
+        Queries are the sample's later halves; the normalisers are fitted to the earlier ones. Scores are taken unquantised.
+        """
+        centre, dims = profile.centre.to(self.device, torch.float64), profile.dims().to(self.device).long()
+        norm, affine = _normalisers([_half_of(s, 0) for s in self._samples], centre, dims)
+        norm, affine = norm.float(), affine.float()
+        kept = dict.fromkeys(("static", "affine", "softmax_sum"), 0.0)
+        group, rows = self.num_heads // self.num_kv_heads, 0
+        for sample in (_half_of(s, 1) for s in self._samples):
+            visible, weights = sample.visible(), sample.log_weights()
+            forced = visible & (
+                (sample.k_at < budget.n_sink)[None, :] | (sample.k_at[None, :] > sample.q_at[:, None] - budget.n_recent)
+            )
+            keep = sample.top(budget.n_fac, visible)
+            for h in range(self.num_kv_heads):
+                q, k = _grouped(sample, h, centre)
+                heads = slice(h * group, (h + 1) * group)
+                scores = q[..., dims[h]] @ k[:, dims[h]].T  # [G, nq, nk]
+                true = (_full_scores(sample, h, centre) + weights).softmax(-1)
+                levels = {
+                    "static": norm[heads, None],
+                    "affine": affine[heads, :1] + (q * affine[heads, None, 1:]).sum(-1),
+                    "softmax_sum": (scores + weights).logsumexp(-1),
+                }
+                for name, level in levels.items():
+                    key = (scores - level[..., None]).logsumexp(0)
+                    key = key.masked_fill(~visible, -math.inf).masked_fill(forced, math.inf)
+                    kept[name] += float((true * _top_mask(key, keep)).sum())
+                rows += true.shape[0] * true.shape[1]
+        return {name: total / rows for name, total in kept.items()}
 
     def _spread(self) -> Tensor:
         """float64 ``[Hkv, D]``: sqrt(sd k / rms q), which shares a dim's range between key and query."""

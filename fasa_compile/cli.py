@@ -340,7 +340,10 @@ def calibrate(
     n_tip: Annotated[int | None, typer.Option(help="Dominant frequency chunks per KV head (half of them).")] = None,
     method: Annotated[str, typer.Option(help="score_variance, contextual_agreement or greedy_mass")] = "score_variance",
     fc_format: Annotated[str, typer.Option(help="fp32, bf16, fp16, fp8, int8 or int4")] = "int4",
-    reduction: Annotated[str, typer.Option(help="static, softmax_sum or max")] = "static",
+    reduction: Annotated[
+        str | None,
+        typer.Option(help="static, affine, softmax_sum or max (default: what keeps the most attention mass)"),
+    ] = None,
     n_fac: N_FAC = None,
     device: DEVICE = None,
     as_json: JSON = False,

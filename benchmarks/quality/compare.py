@@ -34,8 +34,9 @@ import passkeys  # noqa: E402
 import smollm2  # noqa: E402
 import token_selectors as ts  # noqa: E402
 from fasa_compile.calibration_stats import LayerStats  # noqa: E402
+from fasa_compile.plan import Policy  # noqa: E402
 from fasa_compile.profiles import Budget, FCProfile, LayerProfile  # noqa: E402
-from fasa_compile.profiles.schema import RopeFacts  # noqa: E402
+from fasa_compile.profiles.schema import REDUCTIONS, RopeFacts  # noqa: E402
 from run_quality import versions  # noqa: E402
 
 BLOCK = 32  # tokens that the bootstrap draws together: neighbours are not independent
@@ -53,7 +54,7 @@ class Calibrated:
         self.true: dict[str, LayerStats] = {}
         self.shifted: dict[str, LayerStats] = {}
         self.channels: dict[str, Tensor] = {}
-        known = {layer.layer: layer for layer in profile.layers}
+        known = {layer.layer: layer for layer in profile.layers if not layer.dense}
 
         def watch(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
             if name not in known:
@@ -85,35 +86,62 @@ class Calibrated:
         return {name: drawn(layer) for name, layer in self.layers("score_variance", n_tip).items()}
 
 
+OURS = "ours"
+#: Of these, pass keys are asked for, and budgets beyond the first are evaluated.
+SHORT = (
+    "dense",
+    OURS,
+    "ours, one budget for every layer",
+    "oracle top-k",
+    "SparQ",
+    "Double Sparsity",
+)
+
+
 def methods(profile: FCProfile, budget: Budget, found: Calibrated) -> dict[str, ts.Method]:
-    """Name -> method. ``same bytes``: the published recipe with our packed FC cache instead of bf16 of a quarter of the FCs."""
-    n_fc, n_tip = len(profile.layers[0].rope.pairs), profile.layers[0].n_tip
-    quarter, d = max(n_fc // 4, 1), profile.layers[0].head_dim
-    ours = {layer.layer: layer for layer in profile.layers}
+    """Name -> method. ``same bytes``: the published recipe with our packed FC cache instead of bf16 of a quarter of the FCs.
+
+    ``profile``'s budgets by layer are scaled to ``budget``, as ``fasa_backend(profile, n_fac=...)`` does.
+    """
+    first = next(layer for layer in profile.layers if not layer.dense)
+    n_fc, n_tip, d = len(first.rope.pairs), first.n_tip, first.head_dim
+    quarter = max(n_fc // 4, 1)
+    policy = Policy(profile, {name: getattr(budget, name) for name in ("n_fac", "n_sink", "n_recent")})
+    ours = {x.layer: replace(x, n_fac=policy.budget_for(x).n_fac) for x in profile.layers if not x.dense}
+    flat = {name: replace(x, n_fac=None) for name, x in ours.items()}
     bare = Budget(budget.n_fac, 0, 0)
-    fmt = profile.fc_format
+    fmt, by = profile.fc_format, profile.reduction
     agree = found.layers("contextual_agreement", n_tip, top=budget.n_fac)
     top = {name: c.topk(min(2 * n_tip, d), dim=-1).indices for name, c in found.channels.items()}
     bits = ts.bytes_per_token(2 * n_tip, fmt)
+    quarters = {
+        pairs: found.layers("contextual_agreement", quarter, pairs, budget.n_fac) for pairs in ("true", "shifted")
+    }
     return {
         "dense": ts.dense(),
-        "ours": ts.fasa(ours, budget, fmt, profile.reduction),
+        OURS: ts.fasa(ours, budget, fmt, by),
+        "ours, one budget for every layer": ts.fasa(flat, budget, fmt, by),
+        **{f"ours, one budget, {name}": ts.fasa(flat, budget, fmt, name) for name in REDUCTIONS if name != by},
+        **{f"ours, FC cache in {x}": ts.fasa(ours, budget, x, by) for x in ("bf16", "fp8", "int8", "int4") if x != fmt},
+        "ours, a quarter of the FCs in bf16": ts.fasa(
+            {n: replace(x, n_fac=ours[n].n_fac) for n, x in found.layers("score_variance", quarter).items()},
+            budget,
+            "bf16",
+            by,
+        ),
         "oracle top-k": ts.oracle(budget.n_fac),
         "oracle, one set per KV head, forced tokens": ts.oracle_shared(budget),
-        "paper (CA)": ts.fasa(
-            found.layers("contextual_agreement", quarter, top=budget.n_fac), bare, "bf16", None, forced=False
-        ),
+        "paper (CA)": ts.fasa(quarters["true"], bare, "bf16", None, forced=False),
         "paper (CA), same bytes": ts.fasa(agree, bare, fmt, None, forced=False),
         "paper (CA), same bytes, forced tokens": ts.fasa(agree, budget, fmt, None),
-        "paper's code: pairs (2i, 2i+1)": ts.fasa(
-            found.layers("contextual_agreement", quarter, "shifted", budget.n_fac), bare, "bf16", None, forced=False
-        ),
-        "Quest": ts.quest(budget),
+        "paper's code: pairs (2i, 2i+1)": ts.fasa(quarters["shifted"], bare, "bf16", None, forced=False),
+        "Quest": ts.quest(budget, d),
         "SnapKV": ts.snapkv(budget),
         "StreamingLLM": ts.streaming(budget),
         "SparQ": ts.sparq(budget, int(bits // 2)),
         "Double Sparsity": ts.double_sparsity(top, budget),
-        "random FCs": ts.fasa(found.random(n_tip), budget, fmt, profile.reduction),
+        # No constants of their own: softmax-sum needs none.
+        "random FCs": ts.fasa(found.random(n_tip), budget, fmt, "softmax_sum"),
     }
 
 
@@ -151,6 +179,25 @@ def summary(rows: Tensor, base: Tensor) -> dict[str, Any]:
         "perplexity_ratio_95": [math.exp(x) for x in interval(difference[draw].mean(1))],
         "top1": float(flat[2].mean()),
         "top1_95": interval(flat[2][draw].mean(1)),
+    }
+
+
+def paired(difference: Tensor) -> dict[str, Any]:
+    """``[3, texts, n]``, a method's scores less ours on the same tokens: means with 95 % bootstrap intervals, and the number of
+    texts (and of blocks of ``BLOCK`` tokens) where ours has the lower KL."""
+    _, texts, n = difference.shape
+    nll, kl, _ = difference
+    draw = resampled(texts, n)
+    return {
+        "kl": float(kl.mean()),
+        "kl_95": interval(kl.flatten()[draw].mean(1)),
+        "nll": float(nll.mean()),
+        "nll_95": interval(nll.flatten()[draw].mean(1)),
+        "kl_by_text": kl.mean(1).tolist(),
+        "texts_ours_better": int((kl.mean(1) > 0).sum()),
+        "blocks_ours_better": float(
+            (kl[:, : n // BLOCK * BLOCK].unflatten(1, (-1, BLOCK)).mean(2) > 0).double().mean()
+        ),
     }
 
 
@@ -194,12 +241,8 @@ def evaluate(
                 for pick in [torch.tensor([k == kind for k in kinds])]
             },
         }
-        if "ours" in rows and name != "ours":  # paired: the same tokens in both
-            ours = torch.stack(rows["ours"], 1)
-            difference = (stacked - ours)[1].flatten()
-            draw = resampled(stacked.shape[1], stacked.shape[2])
-            out[name]["kl_less_ours"] = float(difference.mean())
-            out[name]["kl_less_ours_95"] = interval(difference[draw].mean(1))
+        if OURS in rows and name != OURS:
+            out[name]["less_ours"] = paired(stacked - torch.stack(rows[OURS], 1))
     mass = {name: {layer: [total / len(kinds)] for layer, total in by_layer.items()} for name, by_layer in lost.items()}
     return out, mass
 
@@ -238,13 +281,15 @@ def digits(
 
 
 def table(scores: dict[str, Any]) -> str:
-    head = f"{'method':44s} {'bytes':>6s}  {'KL':>6s} {'95 %':15s}  {'ppl x':>6s} {'95 %':13s}  top-1"
+    head = f"{'method':44s} {'bytes':>6s}  {'KL':>6s} {'95 %':15s}  {'ppl x':>6s} {'95 %':13s}  top-1  KL less ours, lower end, texts"
     lines = [head]
     for name, s in scores.items():
         low, high = s["kl_95"]
+        less = s.get("less_ours")
+        against = f"  {less['kl']:+.4f} {less['kl_95'][0]:+.4f} {less['texts_ours_better']}" if less else ""
         lines.append(
             f"{name:44s} {s['bytes']:6.1f}  {s['kl']:6.4f} {low:.4f}-{high:.4f}    {s['perplexity_ratio']:6.4f} "
-            f"{s['perplexity_ratio_95'][0]:.3f}-{s['perplexity_ratio_95'][1]:.3f}  {s['top1']:.3f}"
+            f"{s['perplexity_ratio_95'][0]:.3f}-{s['perplexity_ratio_95'][1]:.3f}  {s['top1']:.3f}{against}"
         )
     return "\n".join(lines)
 
@@ -283,7 +328,7 @@ def clock(what: str, do: Callable[[], Any]) -> Any:
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     name, model, tokenizer = clock("load", lambda: load(args))
-    calibration = smollm2.windows(tokenizer, args.length, 1)
+    calibration = corpora.begun(tokenizer, smollm2.windows(tokenizer, args.length, 1))
     texts = corpora.stretches(tokenizer, args.wikitext, args.length, args.each, args.length)
     if args.profile:
         profile = fasa_compile.load_profile(args.profile)
@@ -299,7 +344,8 @@ def main(argv: list[str] | None = None) -> None:
             "length": args.length,
             "last": args.last,
             "each": args.each,
-            "n_tip": profile.layers[0].n_tip,
+            "n_tip": profile.layers[-1].n_tip,
+            "sparse_layers": sum(not layer.dense for layer in profile.layers),
             "fc_format": profile.fc_format,
             "reduction": profile.reduction,
             "method": profile.method,
@@ -316,6 +362,8 @@ def main(argv: list[str] | None = None) -> None:
         for n_fac in args.n_fac:
             budget = profile.budget.replace(n_fac=n_fac, **given)
             compared = clock("methods", lambda b=budget: methods(profile, b, found))
+            if n_fac != args.n_fac[0]:
+                compared = {name: compared[name] for name in SHORT}
             scores, lost = clock("evaluate", lambda c=compared: evaluate(h, texts, args.last, c))
             print(f"budget {n_fac}\n{table(scores)}", flush=True)
             entry: dict[str, Any] = {
@@ -325,10 +373,11 @@ def main(argv: list[str] | None = None) -> None:
                 "lost": lost,
             }
             if args.passkeys and n_fac == args.n_fac[0]:
+                few = {name: compared[name] for name in SHORT}
                 for length in (2048, 4096):
                     filler = [t[:length] for t in texts["fiction"]]
                     found_digits = clock(
-                        f"pass keys at {length}", lambda f=filler, c=compared: digits(h, tokenizer, f, args.passkeys, c)
+                        f"pass keys at {length}", lambda f=filler, c=few: digits(h, tokenizer, f, args.passkeys, c)
                     )
                     for method, d in found_digits.items():
                         print(f"  {method:44s} {d['digits']:.3f}  {d['below_dense']:+.3f} below dense")

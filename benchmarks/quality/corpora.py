@@ -48,6 +48,15 @@ def sources(wikitext: Path | None) -> dict[str, str]:
     return found
 
 
+def begun(tokenizer: Any, ids: Tensor) -> Tensor:
+    """``ids [..., n]`` with the first token replaced by the one that this tokenizer begins every text with, if it does."""
+    first = tokenizer("a", verbose=False)["input_ids"]
+    if tokenizer.bos_token_id is not None and first[0] == tokenizer.bos_token_id:
+        ids = ids.clone()
+        ids[..., 0] = tokenizer.bos_token_id
+    return ids
+
+
 def stretches(tokenizer: Any, wikitext: Path | None, length: int, each: int, calibration: int) -> dict[str, Tensor]:
     """Kind -> int64 ``[each, length]``, spread over the text; the first ``calibration`` tokens of the fiction are left out."""
     out = {}
@@ -58,5 +67,5 @@ def stretches(tokenizer: Any, wikitext: Path | None, length: int, each: int, cal
         if len(ids) < length * each:
             raise ValueError(f"{kind}: {len(ids)} tokens, {each} stretches of {length} need {length * each}")
         stride = (len(ids) - length) // max(each - 1, 1)
-        out[kind] = torch.tensor([ids[i * stride : i * stride + length] for i in range(each)])
+        out[kind] = begun(tokenizer, torch.tensor([ids[i * stride : i * stride + length] for i in range(each)]))
     return out

@@ -23,6 +23,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import compare  # noqa: E402
+import corpora  # noqa: E402
 import fasa_compile  # noqa: E402
 import one_pass  # noqa: E402
 import smollm2  # noqa: E402
@@ -83,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
         grid, cost = known["grid"], known["cost"]
     else:
         _, model, tokenizer = compare.load(args)
-        text = smollm2.windows(tokenizer, args.length, 1)[0].to(args.device)
+        text = corpora.begun(tokenizer, smollm2.windows(tokenizer, args.length, 1))[0].to(args.device)
         grid = args.grid
         with one_pass.harness(model) as h:
             cost = costs(h, profile, text, args.last, grid)

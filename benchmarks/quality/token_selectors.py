@@ -159,7 +159,7 @@ def streaming(budget: Budget) -> Method:
     return Method(lambda s: s.forced(budget.n_sink, keep).expand(s.q.shape[0], -1, -1), 0, "all heads")
 
 
-def quest(budget: Budget, key_bytes: int = 2) -> Method:
+def quest(budget: Budget, head_dim: int, key_bytes: int = 2) -> Method:
     """Quest (arXiv 2406.10774): pages of 16 by their keys' least and greatest values per dim, per query head.
 
     The kinder choice: sinks and recent tokens as ours (their pages come first).
@@ -184,11 +184,8 @@ def quest(budget: Budget, key_bytes: int = 2) -> Method:
         chosen = torch.zeros_like(bound, dtype=torch.bool).scatter_(-1, top, True)
         return (chosen.repeat_interleave(PAGE, -1)[..., :length] & scene.allowed).flatten(0, 1)
 
-    def cost(dims: int) -> float:
-        return 2 * dims * key_bytes / PAGE
-
-    method = Method(select, cost(64), "query head", f"{PAGE} tokens a page, 2 x D values a page")
-    return method
+    cost = 2 * head_dim * key_bytes / PAGE
+    return Method(select, cost, "query head", f"{PAGE} tokens a page, 2 x D values a page")
 
 
 def snapkv(budget: Budget) -> Method:

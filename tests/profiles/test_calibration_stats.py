@@ -12,7 +12,7 @@ from torch import Tensor
 from fasa_compile import calibration_stats
 from fasa_compile.calibration_stats import METHODS, LayerStats
 from fasa_compile.errors import CalibrationError
-from fasa_compile.profiles import RopeFacts
+from fasa_compile.profiles import Budget, RopeFacts
 
 HQ, HKV, D = 4, 2, 8
 G = HQ // HKV
@@ -265,6 +265,35 @@ def test_the_affine_normaliser_follows_the_query() -> None:
         constant.append(float((true - true.mean()).square().mean()))
         left.append(float((true - one.affine[h, 0] - q[0, h, -150:] @ one.affine[h, 1:]).square().mean()))
     assert max(a / b for a, b in zip(left, constant, strict=True)) < 0.5
+
+
+def test_mass_kept_is_what_the_selection_holds_of_the_softmax() -> None:
+    s, n = stats(), 300
+    q, k = text(n)
+    s.update(q, k, 0.2)
+    one = s.layer_profile("l", 4)  # all dims: scores are exact
+    budget = Budget(20, 2, 3)
+    found = s.mass_kept(one, budget)
+    sample = calibration_stats._half_of(s._samples[0], 1)
+    total = {"softmax_sum": 0.0, "static": 0.0}
+    norm, _ = calibration_stats._normalisers(
+        [calibration_stats._half_of(s._samples[0], 0)], one.centre.double(), one.dims().long()
+    )
+    for at in sample.q_at.tolist():
+        for h in range(HKV):
+            heads = [
+                torch.tensor([float(q[0, h * G + g, at] @ k[0, h, t]) * 0.2 for t in range(at + 1)]) for g in range(G)
+            ]
+            shift = [float(q[0, h * G + g, at].double() @ one.centre[h].double()) * 0.2 for g in range(G)]
+            p = torch.stack([x.softmax(0) for x in heads])
+            constant = sum(
+                (x - c - float(norm[h * G + g])).exp() for g, (x, c) in enumerate(zip(heads, shift, strict=True))
+            )
+            for name, key in (("softmax_sum", p.sum(0)), ("static", constant)):
+                key[:2] = key[-3:] = torch.inf
+                total[name] += float(p[:, key.topk(20).indices].sum())
+    for name, mass in total.items():
+        assert found[name] == pytest.approx(mass / (len(sample.q_at) * HQ), rel=1e-3)
 
 
 def test_ridge_gives_no_slopes_to_noise_and_the_right_ones_to_signal() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,7 +81,7 @@ def test_streaming_keeps_first_and_last(scene: ts.Scene) -> None:
 
 
 def test_quest_takes_whole_pages_by_their_bound(scene: ts.Scene) -> None:
-    chosen = ts.quest(Budget(32, 0, 0)).select(scene)
+    chosen = ts.quest(Budget(32, 0, 0), 8).select(scene)
     for head in range(4):
         q, k = scene.q[head, 2], scene.k[head // 2].view(4, ts.PAGE, 8)
         bounds = [sum(max(float(q[d] * x) for x in page[:, d]) for d in range(8)) for page in k]
@@ -109,6 +110,50 @@ def test_every_method_stays_within_its_budget_and_the_past(scene: ts.Scene) -> N
         assert (chosen.sum(-1) == 16).all() and not (chosen & ~scene.allowed).any()
     double = ts.double_sparsity(channels, budget).select(scene)
     assert (double.sum(-1) == 16).all() and not (double & ~scene.allowed).any()
+
+
+def test_paired_differences_tell_what_pooled_bars_hide() -> None:
+    """Texts differ by far more than the methods do; on the same tokens one is always better."""
+    ours = torch.rand(3, 4, 64, dtype=torch.float64) + torch.arange(4.0).view(1, 4, 1)
+    other = ours + 0.1
+    found = compare.paired(other - ours)
+    assert found["kl"] == pytest.approx(0.1) and found["nll_95"] == pytest.approx([0.1, 0.1])
+    assert found["texts_ours_better"] == 4 and found["blocks_ours_better"] == 1.0
+    assert found["kl_by_text"] == pytest.approx([0.1] * 4)
+    mixed = torch.full((3, 4, 64), 0.1, dtype=torch.float64)
+    mixed[:, :2] = -0.1
+    low, high = compare.paired(mixed)["kl_95"]
+    assert low < 0 < high and compare.paired(mixed)["texts_ours_better"] == 2
+
+
+def test_budgets_by_layer_are_scaled_to_the_budget(model: Any) -> None:
+    ids = torch.randint(1, 128, (1, LENGTH))
+    profile = fasa_compile.calibrate(model, ids, progress=False, budget=Budget(48, 2, 3))
+    layers = tuple(replace(x, n_fac=n) for x, n in zip(profile.layers, (32, 64), strict=True))
+    with one_pass.harness(model) as h:
+        found = compare.Calibrated(h, profile, ids[0])
+        compared = compare.methods(replace(profile, layers=layers), Budget(24, 2, 3), found)
+        cache, sizes = one_pass.prefill(h, ids[0, :-9]), []
+        select = compared[compare.OURS].select
+        spy = replace(compared[compare.OURS], select=lambda s: sizes.append(int(select(s)[0, -1].sum())) or select(s))
+        one_pass.forced(h, cache, LENGTH - 9, ids[0, -9:], spy)
+    assert sizes == [16, 32]
+
+
+def test_calibration_leaves_local_layers_dense() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Gemma3TextConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, sliding_window=24, layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    model = transformers.Gemma3ForCausalLM(config).eval()
+    profile = fasa_compile.calibrate(model, torch.randint(1, 128, (1, LENGTH)), progress=False)
+    local, whole = profile.layers
+    assert local.dense and local.stats["window"] == 24
+    assert not whole.dense and "window" not in whole.stats
+    mass = profile.stats["mass_kept"]
+    assert sorted(mass) == ["affine", "softmax_sum", "static"] and all(0 < x <= 1 for x in mass.values())
+    assert profile.reduction in mass
 
 
 def test_error_bars_hold_the_mean_and_shrink_with_the_noise() -> None:
