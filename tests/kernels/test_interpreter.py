@@ -210,3 +210,35 @@ def test_dense(mask: str) -> None:
     for how in ({}, {"sinks": torch.randn(6), "softcap": 3.0}):
         got = dense_decode.dense_decode(case.q, case.k, case.v, case.mask, scale=0.3, **how)
         torch.testing.assert_close(got, reference.dense_decode(case.q, case.k, case.v, case.mask, scale=0.3, **how))
+
+
+@interpreted
+def test_offsets_beyond_two_to_the_31(monkeypatch: pytest.MonkeyPatch) -> None:  # trial K3
+    """Rows so far apart that their offsets need 64 bits. The memory between them is never touched, so it costs none."""
+    from triton.runtime import interpreter
+
+    from fasa_compile.triton_kernels import dense_decode, sparse_decode
+
+    # Tensors on the CPU are read and written in place: copying their storages back would touch it all.
+    monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
+    L, D, stride = 48, 16, 1 << 26
+    try:
+        wide = torch.empty(L * stride, dtype=torch.float16)
+    except RuntimeError:
+        pytest.skip("no 6 GiB of addresses")
+    k, v = (wide.as_strided((1, 1, L, D), (0, 0, stride, 1), offset) for offset in (0, 64))
+    small = torch.randn(2, 1, 1, L, D).half()
+    k[:], v[:] = small[0], small[1]
+    q = torch.randn(1, 2, 1, D).half()
+    expected = reference.dense_decode(q, *small, scale=0.3)
+    torch.testing.assert_close(dense_decode.dense_decode(q, k, v, scale=0.3), expected, atol=1e-3, rtol=1e-3)
+    for fmt in ("all", "int8"):
+        state: tuple[torch.Tensor | None, ...] = (None,) * 5
+        if fmt != "all":
+            constants = torch.arange(8).int()[None], torch.zeros(1, 8), torch.ones(1, 8)
+            state = (*reference.pack(small[0], *constants, fmt), *constants)
+        how = {"scale": 0.3, "n_fac": 40, "fmt": "fp32" if fmt == "all" else fmt, "reduction": "static"}
+        chosen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        near = sparse_decode.sparse_decode(q, *small, *state, None, selection=chosen, **how)
+        far = sparse_decode.sparse_decode(q, k, v, *state, None, given=chosen[0], **how)
+        torch.testing.assert_close(far, near, atol=1e-3, rtol=1e-3)

@@ -798,89 +798,207 @@ add(
 # ---- kernels, in the interpreter --------------------------------------------------------------------------------------
 
 add = breaks("triton_kernels/score.py", INTERPRETER)
-add("TIP forces one recent token too few", "(token >= stop - n_recent)", "(token > stop - n_recent)")
-add("TIP counts first tokens from slot 0", "forced = (token < first + n_sink)", "forced = (token < n_sink)")
+add(
+    "TIP forces one recent token too few",
+    "(token >= stop - n_recent)",
+    "(token > stop - n_recent)",
+    f"{INTERPRETER}::test_formats",
+)
+add(
+    "TIP counts first tokens from slot 0",
+    "forced = (token < first + n_sink)",
+    "forced = (token < n_sink)",
+    f"{INTERPRETER}::test_masks",
+)
 add(
     "TIP ignores the mask",
     "counted, bias = _token_mask(mask, b, 0, token, inside, stride_mb, 0, stride_mt, MASK_KIND)",
     "pass",
+    f"{INTERPRETER}::test_masks",
 )
-add("TIP ignores the soft cap", "                s = _soft(s, softcap)", "                pass")
+add(
+    "TIP ignores the soft cap",
+    "                s = _soft(s, softcap)",
+    "                pass",
+    f"{INTERPRETER}::test_options",
+)
 add(
     "TIP ignores the norm",
     'level = tl.load(norm + head, mask=is_head, other=float("inf")).to(tl.float32) * LOG2E',
     'level = tl.where(is_head, 0.0, float("inf"))',
+    f"{INTERPRETER}::test_formats",
 )
-add("TIP leaves out the zero of codes", "+ token_zero[:, None] * code_sum.to(tl.float32)[None, :]", "+ 0.0")
+add(
+    "TIP leaves out the zero of codes",
+    "+ token_zero[:, None] * code_sum.to(tl.float32)[None, :]",
+    "+ 0.0",
+    f"{INTERPRETER}::test_formats",
+)
 add(
     "TIP compares heads without their softmax",
     'level = tl.where(is_head, tl.maximum(_log_sum(s_top, s_total), LOWEST), float("inf"))',
     'level = tl.where(is_head, 0.0, float("inf"))',
+    f"{INTERPRETER}::test_options",
 )
 add(
     "the bins begin at the level, not below it",
     "return level - 0.5 * BINS * width, 1.0 / width",
     "return level, 1.0 / width",
+    f"{INTERPRETER}::test_whatever_the_hint_holds",
 )
-add("bounds are those of the first sequence", "first = tl.load(bounds + b * stride_bounds)", "first = tl.load(bounds)")
+add(
+    "bounds are those of the first sequence",
+    "first = tl.load(bounds + b * stride_bounds)",
+    "first = tl.load(bounds)",
+    f"{INTERPRETER}::test_masks",
+)
 
 add = breaks("triton_kernels/query.py", INTERPRETER)
 add(
     "query heads are numbered across groups",
     "q_rows = q + b * stride_qb + (h * G + g[:, None]) * stride_qh",
     "q_rows = q + b * stride_qb + (g[:, None] * HKV + h) * stride_qh",
+    f"{INTERPRETER}::test_formats",
 )
-add("the largest of half a query scales it", "largest = tl.maximum(largest, tl.max(tl.abs(hi), axis=1))", "pass")
-add("rows are not refreshed", "if HAS_SLOTS and tl.program_id(1) == 1:", "if HAS_SLOTS and tl.program_id(1) == 2:")
+add(
+    "the largest of half a query scales it",
+    "largest = tl.maximum(largest, tl.max(tl.abs(hi), axis=1))",
+    "pass",
+    f"{INTERPRETER}::test_formats",
+    f"{INTERPRETER}::test_masks",
+)
+add(
+    "rows are not refreshed",
+    "if HAS_SLOTS and tl.program_id(1) == 1:",
+    "if HAS_SLOTS and tl.program_id(1) == 2:",
+    f"{INTERPRETER}::test_rows_are_refreshed_before_they_are_scored",
+)
 
 add = breaks("triton_kernels/attend.py", INTERPRETER)
-add("the threshold itself is not kept", "keep = (x >= hi_level) | (", "keep = (x > hi_level) | (")
+add(
+    "the threshold itself is not kept",
+    "keep = (x >= hi_level) | (",
+    "keep = (x > hi_level) | (",
+    f"{INTERPRETER}::test_equal_keys_are_told_apart_by_index",
+    f"{INTERPRETER}::test_whatever_the_hint_holds",
+)
 add(
     "a bin may hold any number of tokens",
     "by_bin = everything | ((bin >= 0) & (n_bin <= n_fac + n_fac // 8))",
     "by_bin = everything | (bin >= 0)",
+    f"{INTERPRETER}::test_whatever_the_hint_holds",
 )
 add(
-    "the threshold's bin is not kept", "(bin_of(x, origin, per_width) >= edge)", "(bin_of(x, origin, per_width) > edge)"
+    "the threshold's bin is not kept",
+    "(bin_of(x, origin, per_width) >= edge)",
+    "(bin_of(x, origin, per_width) > edge)",
+    f"{INTERPRETER}::test_formats",
 )
-add("all equal keys are needed", "need = want - n_hi", "need = want")
-add("the merge forgets the sink", "        total += tl.exp2(sink - top)", "        pass")
-add("an additive mask only hides", "bias = bias + tl.where(ok, m.to(tl.float32), 0.0) * 1.4426950408889634", "pass")
+add(
+    "all equal keys are needed",
+    "need = want - n_hi",
+    "need = want",
+    f"{INTERPRETER}::test_equal_keys_are_told_apart_by_index",
+)
+add(
+    "the merge forgets the sink",
+    "        total += tl.exp2(sink - top)",
+    "        pass",
+    f"{INTERPRETER}::test_options",
+    f"{INTERPRETER}::test_dense",
+)
+add(
+    "an additive mask only hides",
+    "bias = bias + tl.where(ok, m.to(tl.float32), 0.0) * 1.4426950408889634",
+    "pass",
+    f"{INTERPRETER}::test_masks",
+)
 add(
     "the second block of a wide head is left out",
     '        s = tl.dot(q2, tl.trans(k2), acc=s, input_precision="ieee")',
     "        pass",
+    f"{INTERPRETER}::test_options",
 )
-add("an empty part spreads NaN", 'safe = tl.where(top == -float("inf"), 0.0, top)\n    p =', "safe = top\n    p =")
+add(
+    "an empty part spreads NaN",
+    'safe = tl.where(top == -float("inf"), 0.0, top)\n    p =',
+    "safe = top\n    p =",
+    f"{INTERPRETER}::test_masks",
+)
 add(
     "the shares of a row are merged without their weights",
     "o = tl.sum(acc * weight[:, None], axis=0)",
     "o = tl.sum(acc, axis=0)",
+    f"{INTERPRETER}::test_dense",
+)
+
+add(
+    "offsets of kept tokens are int32",
+    "chosen = tl.load(kept + n0 + lane, mask=inside, other=0).to(tl.int64)",
+    "chosen = tl.load(kept + n0 + lane, mask=inside, other=0)",
+    f"{INTERPRETER}::test_offsets_beyond_two_to_the_31",
 )
 
 add = breaks("triton_kernels/dense_decode.py", INTERPRETER)
-add("the dense kernel begins at slot 0", "begin = first + split * share", "begin = split * share")
-add("the dense kernel's offsets are int32", "token = (n0 + lane).to(tl.int64)", "token = n0 + lane")
+add(
+    "the dense kernel begins at slot 0",
+    "begin = first + split * share",
+    "begin = split * share",
+    f"{INTERPRETER}::test_dense",
+)
+add(
+    "the dense kernel's offsets are int32",
+    "token = (n0 + lane).to(tl.int64)",
+    "token = n0 + lane",
+    f"{INTERPRETER}::test_offsets_beyond_two_to_the_31",
+)
 add(
     "rows are not refreshed by the dense kernel",
     "if HAS_SLOTS and split == SPLITS:",
     "if HAS_SLOTS and split == SPLITS + 1:",
+    f"{INTERPRETER}::test_rows_are_refreshed_where_the_budget_holds_all",
 )
 
 add = breaks("triton_kernels/pack.py", INTERPRETER)
-add("a negative slot is no slot", "token = tl.where(token < 0, token + L, token)  # as indexing counts", "pass")
-add("the zero of codes is not stored", "zero = least.to(tl.float16)", "zero = (least * 0).to(tl.float16)")
-add("codes round half away", "return (x + 12582912.0) - 12582912.0", "return tl.floor(x + 0.5)")
+add(
+    "a negative slot is no slot",
+    "token = tl.where(token < 0, token + L, token)  # as indexing counts",
+    "pass",
+    f"{INTERPRETER}::test_packed_bytes_are_the_references",
+)
+add(
+    "the zero of codes is not stored",
+    "zero = least.to(tl.float16)",
+    "zero = (least * 0).to(tl.float16)",
+    f"{INTERPRETER}::test_packed_bytes_are_the_references",
+)
+add(
+    "codes round half away",
+    "return (x + 12582912.0) - 12582912.0",
+    "return tl.floor(x + 0.5)",
+    f"{INTERPRETER}::test_packed_bytes_are_the_references",
+)
 
 add = breaks("triton_kernels/bounds.py", INTERPRETER)
-add("the bounds' end is the last token itself", "tl.where(ok, t + 1, 0)", "tl.where(ok, t, 0)")
-add("the lowest value of fp16 hides nothing", "return m > -65504.0", "return m >= -65504.0")
+add(
+    "the bounds' end is the last token itself",
+    "tl.where(ok, t + 1, 0)",
+    "tl.where(ok, t, 0)",
+    f"{INTERPRETER}::test_mask_bounds",
+)
+add(
+    "the lowest value of fp16 hides nothing",
+    "return m > -65504.0",
+    "return m >= -65504.0",
+    f"{INTERPRETER}::test_mask_bounds",
+)
 
 add = breaks("triton_kernels/launch.py", INTERPRETER)
 add(
     "a mask for each head is one for all",
     "(strides[0], strides[1], strides[3]), strides[1] != 0)",
     "(strides[0], strides[1], strides[3]), False)",
+    f"{INTERPRETER}::test_masks",
 )
 
 # ---- profiles ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,109 @@
+"""Memory of a whole step, and kernels that really fail, on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
+
+from models import cache_for, decode, difference, half_split, llama_profile, profile_of, tiny_llama
+
+import fasa_compile
+from fasa_compile import FasaWarning, fasa_backend
+
+pytestmark = pytest.mark.gpu
+MIB = 1 << 20
+
+
+class Fused(nn.Module):
+    """Attention over one buffer ``[2, 1, 8, 16384, 128]``, 64 MiB in bf16, of which K and V are views."""
+
+    H, HKV, D, L = 32, 8, 128, 16384
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(256, self.H * self.D), nn.Linear(256, 2 * self.HKV * self.D)
+        self.register_buffer("cache", torch.randn(2, 1, self.HKV, self.L, self.D))
+        angle = torch.outer(torch.arange(self.L).float(), 1000.0 ** (-torch.arange(0, self.D, 2) / self.D))
+        self.register_buffer("cos", angle.cos().repeat(1, 2))
+        self.register_buffer("sin", angle.sin().repeat(1, 2))
+
+    def turn(self, x, pos):
+        a, b = x.chunk(2, -1)
+        return x * self.cos[pos].to(x.dtype) + torch.cat([-b, a], -1) * self.sin[pos].to(x.dtype)
+
+    def forward(self, x, pos):
+        q = self.turn(self.q(x).view(1, 1, self.H, self.D).transpose(1, 2), pos)
+        k, v = self.kv(x).view(1, 1, 2, self.HKV, self.D).permute(2, 0, 3, 1, 4)
+        keys, values = self.cache[0], self.cache[1]
+        keys.index_copy_(2, pos, self.turn(k, pos))
+        values.index_copy_(2, pos, v)
+        mask = (torch.arange(self.L, device=x.device) <= pos)[None, None, None]
+        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
+        return y.transpose(1, 2).reshape(1, 1, -1)
+
+
+@pytest.mark.parametrize("fc_format", ["int4", "bf16"])
+def test_a_step_over_one_fused_buffer_copies_no_cache(fc_format):  # trial F4
+    torch.manual_seed(0)
+    layers = nn.ModuleList(Fused() for _ in range(2)).to("cuda", torch.bfloat16)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x, pos):
+            return sum(layer(x, pos) for layer in self.layers)
+
+    model = Model().eval()
+    profile = profile_of([(f"layers.{i}", 32, 8, 128, half_split(128)) for i in range(2)], 32, fc_format, n_fac=512)
+    made = fasa_backend(profile, strict=True, check_weights=False, dense_below=0)
+    step = torch.compile(model, backend=made)
+    x = torch.randn(1, 1, 256, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        for i in range(3):
+            step(x, torch.tensor([15000 + i], device="cuda"))
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        position = torch.tensor([15003], device="cuda")
+        step(x, position)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+    assert fasa_compile.stats()["sparse_steps"] == 4
+    assert fasa_compile.stats()["state_rebuilds"] == 2
+    print(f"peak of a step beyond what it keeps: {peak / MIB:.2f} MiB")
+    assert peak < 4 * MIB
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_kernel_that_asks_for_more_than_the_gpu_has(kind, monkeypatch):
+    """Tiles that fit no shared memory: Triton refuses to launch, after the first layer's keys were written."""
+    from fasa_compile.triton_kernels import sparse_decode
+
+    whole = sparse_decode.configuration
+
+    def too_large(*arguments):
+        return dataclasses.replace(whole(*arguments), block_n=256, fac_stages=16)
+
+    monkeypatch.setattr(sparse_decode, "configuration", too_large)
+    model = tiny_llama(layers=2).to("cuda", torch.bfloat16)
+    ids = torch.randint(0, 512, (1, 100), generator=torch.Generator().manual_seed(3)).cuda()
+    dense_cache, cache = cache_for(model, kind, 256), cache_for(model, kind, 256)
+    dense = decode(model, model, ids, dense_cache, 6)
+    made = fasa_backend(llama_profile(2, fc_format="int4"), check_weights=False, dense_below=0)
+    with pytest.warns(FasaWarning, match="first step of a rewritten graph failed"):
+        found = decode(model, torch.compile(model, backend=made), ids, cache, 6)
+    assert difference(found, dense) <= 3e-2 * dense.abs().max().item()
+    for mine, theirs in zip(cache.layers, dense_cache.layers, strict=True):
+        assert difference(mine.keys, theirs.keys) <= 3e-2 * theirs.keys.abs().max().item()
+    assert {row.reason for row in made.explain().rows} == {"step-failed"}
+    assert fasa_compile.stats()["sparse_steps"] == 0
