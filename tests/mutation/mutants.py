@@ -513,13 +513,13 @@ add(
 add = breaks("fasa_compile/runtime.py", STATE)
 add(
     "writes to K are not counted",
-    " or self.version != k._version",
+    " and self.version == k._version",
     "",
     f"{STATE}::test_reset_and_a_new_prompt",
 )
 add(
     "storage may be swapped under the cache",
-    " or self.address != k.data_ptr()",
+    " and self.address == k.data_ptr()",
     "",
     f"{HAZARDS}::test_storage_that_is_swapped_under_the_cache",
 )
