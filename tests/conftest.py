@@ -33,9 +33,9 @@ except ImportError:  # a GPU machine may have pytest and torch only; property te
     hypothesis = None  # type: ignore[assignment]
 
 if hypothesis is not None:
-    from fasa_compile.testing import hypothesis_profiles
+    from fasa_compile.testing import hypothesis_profiles  # noqa: F401  # registers `ci` and `nightly`
 
-    hypothesis_profiles.load()
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 _CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 

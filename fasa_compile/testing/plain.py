@@ -1,4 +1,4 @@
-"""FASA decode in a model that runs uncompiled, by calls that torch itself hands over: the plain reference of the zoo.
+"""FASA decode in a model that runs uncompiled, by calls that torch itself hands over: a plain reference for any model.
 
 A ``TorchFunctionMode`` sees every SDPA call and every softmax of a decode step, whatever the model. Where the module at hand has an
 entry, the tokens that the specification (``triton_kernels/reference.py``) ranks lowest are hidden from it. Nothing is read from a
@@ -39,6 +39,9 @@ class PlainFasa(TorchFunctionMode):
         self.runs: Counter[nn.Module] = Counter()
         self.product: tuple[Tensor, Tensor, Tensor] | None = None
         self.applied = 0  # attentions that hid tokens, in the call at hand
+        self.closest = float(
+            "inf"
+        )  # smallest gap between the keys of the last token kept and the first one hidden, since start
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -79,6 +82,7 @@ class PlainFasa(TorchFunctionMode):
     def start(self) -> None:
         self.runs.clear()
         self.applied = 0
+        self.closest = float("inf")
 
     def _kept(self, entry: Entry, q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         """``q [B, Hq, 1, D]``, ``k [B, H, L, D]`` with H the KV heads, 1, or Hq of them repeated: bool ``[B, Hq, 1, L]``."""
@@ -105,6 +109,10 @@ class PlainFasa(TorchFunctionMode):
                 slopes=slopes,
             )  # fmt: skip
         order = key.argsort(dim=-1, descending=True, stable=True)
+        if b.n_fac < key.shape[-1]:
+            last, following = key.gather(-1, order[..., b.n_fac - 1 : b.n_fac + 1]).unbind(-1)
+            gaps = (last - following)[last.isfinite() & following.isfinite()]
+            self.closest = min([self.closest, *gaps.tolist()])
         kept = torch.zeros_like(key, dtype=torch.bool).scatter_(-1, order[..., : b.n_fac], True) & (key > -torch.inf)
         kept = kept.repeat(1, group, 1) if tiled else kept.repeat_interleave(group, 1)
         self.applied += 1

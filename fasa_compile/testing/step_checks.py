@@ -127,7 +127,7 @@ def check_covering_budget(case: Case, impl: Any = reference) -> None:
     size = max(1.0, float(np.nan_to_num(oracle.array(case.v), posinf=0).max()))
     how = {"atol": (1e-2 if half else 2e-5) * size, "rtol": 1e-2 if half else 1e-4}
     L = case.k.shape[2]
-    for n_fac in (max(L, 8), 3 * L + 8):
+    for n_fac in (max(L, case.how["n_fac"]), 3 * L + case.how["n_fac"]):
         _close(oracle.array(run(impl, case, n_fac=n_fac))[:, :, 0], expected, f"n_fac {n_fac} of {L} tokens", **how)
     given = {name: case.how[name] for name in ("scale", "softcap", "sinks")}
     out = impl.dense_decode(case.q, case.k, case.v, case.mask, None, **given)

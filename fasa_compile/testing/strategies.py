@@ -1,4 +1,4 @@
-"""Hypothesis strategies: decode steps, keys to pack, masks, budgets and profiles. Needs ``hypothesis``.
+"""Hypothesis strategies: decode steps, keys to pack, masks, budgets, profiles, tiny models and how to run a model. Needs ``hypothesis``.
 
 Tensors are made from a drawn seed, so that what Hypothesis shrinks are shapes and options, and a failing example prints as a call
 that can be pasted into a test.
@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fasa_compile.profiles.schema import Budget, FCProfile, LayerProfile, ModelFacts, RopeFacts
+from fasa_compile.testing.drivers import Driver
+from fasa_compile.testing.model_checks import Trial
 from fasa_compile.testing.steps import MASKS, Case, make_case
+from fasa_compile.testing.tiny import ATTENTIONS, CACHES, ROPES, TinySpec
 from fasa_compile.triton_kernels.formats import FORMATS, REDUCTIONS
 
 formats = st.sampled_from(FORMATS)
@@ -171,3 +174,53 @@ def profiles(draw: st.DrawFn) -> FCProfile:
         data=draw(free_form),
         stats=draw(free_form),
     )
+
+
+# --- models and how they are run ----------------------------------------------------------------------------------------
+
+
+@st.composite
+def tiny_specs(draw: st.DrawFn, **given: Any) -> TinySpec:
+    """Any layout of a ``Tiny`` decoder: RoPE, cache and attention spellings, head layouts, groups, dims, masks, dtypes."""
+    attention = given.get("attention") or draw(st.sampled_from(ATTENTIONS))
+    written = attention == "written out"
+    options = {
+        "rope": draw(st.sampled_from(ROPES)),
+        "cache": draw(st.sampled_from(CACHES)),
+        "attention": attention,
+        "Hkv": draw(st.integers(1, 2)),
+        "G": draw(st.integers(1, 3)),
+        "D": draw(st.sampled_from([16, 8, 24])),
+        "Dv": draw(st.sampled_from([16, 8])),
+        "layers": draw(st.integers(1, 2)),
+        "scale": draw(st.sampled_from([0.0, 0.3])),
+        "softcap": draw(st.sampled_from([0.0, 5.0])) if written else 0.0,
+        "sinks": written and draw(st.booleans()),
+        "normed": draw(st.booleans()),
+        "additive": draw(st.booleans()),
+        "table": draw(st.booleans()),
+        "dtype": draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16])),
+        "seed": draw(seeds),
+    }
+    return TinySpec(**{**options, **given})
+
+
+@st.composite
+def trials(draw: st.DrawFn, driver: Driver, **given: Any) -> Trial:
+    """Any way to run a model: kind of cache, rows, lengths, budget, format, reduction and dominant share of a random profile."""
+    steps = draw(st.integers(3, 6))
+    budget = draw(budgets(most=min(24, driver.length // 2)))
+    options = {
+        "kind": draw(st.sampled_from(driver.kinds)),
+        "rows": draw(st.integers(1, min(2, driver.rows))),
+        "prompt": draw(st.integers(2, driver.length - steps - 10)),  # 7 of padding, and a budget that covers it and is no whole cache
+        "steps": steps,
+        "n_fac": budget.n_fac,
+        "n_sink": budget.n_sink,
+        "n_recent": budget.n_recent,
+        "fc_format": draw(st.sampled_from([*FORMATS, "all"])),
+        "reduction": draw(reductions),
+        "share": draw(st.sampled_from([0.5, 0.1, 1.0])),
+        "seed": draw(seeds),
+    }  # fmt: skip
+    return Trial(**{**options, **given})
