@@ -13,6 +13,10 @@ from typing import Literal
 import hypothesis
 
 _QUIET = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large]
+# All but "explain", which traces every line of Python that runs: compiling under it takes minutes.
+_PHASES = [p for p in hypothesis.Phase if p is not hypothesis.Phase.explain]
+# Shrinking a model's example takes minutes: under `ci`, whose examples are the same in every run, it is left to `nightly`.
+_PHASES_WITHOUT_SHRINKING = [p for p in _PHASES if p is not hypothesis.Phase.shrink]
 _LEAST = 4  # examples of any level
 
 #: How many examples of a decode step one example of a level costs, roughly.
@@ -35,4 +39,5 @@ def examples(level: Literal["step", "model", "machine"], name: str | None = None
     """Settings of a level under a profile: at least 4 examples, runs of at most 25 operations."""
     profile = chosen(name)
     most = max(_LEAST, profile.max_examples // COSTS[level])
-    return hypothesis.settings(profile, max_examples=most, stateful_step_count=25)
+    phases = _PHASES if level == "step" or most > _LEAST else _PHASES_WITHOUT_SHRINKING
+    return hypothesis.settings(profile, max_examples=most, stateful_step_count=25, phases=phases)
