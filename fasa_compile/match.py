@@ -358,7 +358,7 @@ class _Reader:
             here = self._turns(forms, found, keys, t - 1, int(rows[-1]), trace)
         tol = rope.tolerance(forms.precision)
         self._moves(found, keys, forms, here, rows, t, tol)
-        return rope.rope(here, keys.size[3])
+        return rope.rope(here, keys.size[3], forms.precision)
 
     def _ready_made(self, found: Found, keys: _Keys, t: int) -> Rope:
         forms = Forms(self.tables)

@@ -41,12 +41,13 @@ class Rope:
 
     ``pairs[f]`` are the two dims of a head (as the attention sees them, after rotation) that frequency chunk ``f`` turns in
     one plane; chunks are ordered by their first dim. ``magnitude`` is the common factor on rotated dims (YaRN's attention
-    factor; 1.0 for plain RoPE).
+    factor; 1.0 for plain RoPE), known to within ``error``: tables in half precision tell it less exactly, and otherwise at each position.
     """
 
     pairs: tuple[tuple[int, int], ...]
     head_dim: int
     magnitude: float = 1.0
+    error: float = 0.0
 
     @property
     def rotary_dim(self) -> int:

@@ -176,8 +176,16 @@ def starts_unturned(here: Turn, there: Turn, steps: int, largest: int, tol: floa
         )
 
 
-def rope(k: Turn, head_dim: int) -> Rope:
-    """The proven embedding as data. The magnitude is that of the keys, relative to the dims that are not turned."""
+def rope(k: Turn, head_dim: int, precision: torch.dtype) -> Rope:
+    """The proven embedding as data. The magnitude is that of the keys, relative to the dims that are not turned.
+
+    ``precision``: the coarsest dtype that a table was rounded to, and with it the magnitude of each plane.
+    """
     if not k.pairs:
         raise Unreadable("no planes")
-    return Rope(pairs=k.pairs, head_dim=head_dim, magnitude=round(k.magnitude, 6))
+    return Rope(
+        pairs=k.pairs,
+        head_dim=head_dim,
+        magnitude=round(k.magnitude, 6),
+        error=torch.finfo(precision).eps * k.magnitude,
+    )

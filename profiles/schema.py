@@ -37,7 +37,7 @@ MAX_TEXT = 4096  # characters of a name or another string
 MAX_DEPTH = 32  # nesting of a document, its free-form dicts included
 MAX_INT = 2**31 - 1
 
-#: RoPE magnitudes (YaRN's attention factor) closer than this are one: the graph's is measured in fp32.
+#: RoPE magnitudes (YaRN's attention factor) closer than this are one, or closer than what both measurements are known to.
 MAGNITUDE_TOLERANCE = 1e-3
 
 _REMAKE = "Make the profile again with fasa_compile.calibrate()."
@@ -511,5 +511,6 @@ def check_layer(
     same("rope.rotary_dim", profile.rope.rotary_dim, rope.rotary_dim)
     for f, (in_profile, in_graph) in enumerate(zip(profile.rope.pairs, rope.pairs, strict=True)):
         same(f"rope.pairs[{f}]", tuple(in_profile), tuple(in_graph))
-    if not math.isclose(profile.rope.magnitude, rope.magnitude, rel_tol=0.0, abs_tol=MAGNITUDE_TOLERANCE):
+    error = 2 * getattr(rope, "error", 0.0)  # of the profile's, and of the graph's
+    if not math.isclose(profile.rope.magnitude, rope.magnitude, abs_tol=max(MAGNITUDE_TOLERANCE, error), rel_tol=0.0):
         same("rope.magnitude", profile.rope.magnitude, rope.magnitude)

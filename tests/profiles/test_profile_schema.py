@@ -231,6 +231,7 @@ INTERLEAVED = tuple((2 * i, 2 * i + 1) for i in range(4))
 def test_a_layer_that_fits_the_graph_passes() -> None:
     check_layer(layer(), "site", **SITE)
     check_layer(layer(), "site", **(SITE | {"rope": Rope(half_split(8).pairs, 8, 1.0005)}))
+    check_layer(layer(), "site", **(SITE | {"rope": Rope(half_split(8).pairs, 8, 1.01, error=0.0078)}))
 
 
 @pytest.mark.parametrize(
@@ -243,6 +244,7 @@ def test_a_layer_that_fits_the_graph_passes() -> None:
         ({"rope": Rope(half_split(8, 4).pairs, 8, 1.0)}, "rope.rotary_dim", "8", "4"),
         ({"rope": Rope(half_split(8).pairs, 16, 1.0)}, "rope.head_dim", "8", "16"),
         ({"rope": Rope(half_split(8).pairs, 8, 1.01)}, "rope.magnitude", "1.0", "1.01"),
+        ({"rope": Rope(half_split(8).pairs, 8, 1.1, error=0.0078)}, "rope.magnitude", "1.0", "1.1"),
         ({"rope": Rope(half_split(8).pairs, 8, float("nan"))}, "rope.magnitude", "1.0", "nan"),
     ],
 )

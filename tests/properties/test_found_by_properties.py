@@ -1,0 +1,23 @@
+"""What the property tests found, shrunk."""
+
+from __future__ import annotations
+
+import torch
+
+from fasa_compile.testing.model_checks import Subject, Trial
+from fasa_compile.testing.tiny import Tiny, TinyDriver, TinySpec
+
+
+def test_a_magnitude_told_by_half_precision_tables() -> None:
+    """Rounded to bf16, the cosines and sines of few planes tell the magnitude otherwise at each position: the model's own profile was
+    refused as another model's, from the second graph on."""
+    spec = TinySpec(rope="first dims", cache="concatenated", D=8, layers=1, table=False, dtype=torch.bfloat16)
+    one = Subject(lambda: Tiny(spec), TinyDriver(spec))
+    found = set()
+    for prompt in (8, 15, 36):
+        torch._dynamo.reset()
+        trial = Trial(kind="dynamic", prompt=prompt, steps=3, n_fac=4)
+        made = one.compiled(one.profile(trial), trial.budget)
+        one.decode(made, trial)
+        found |= {d.site.rope.magnitude for d in made.decisions}
+    assert max(found) - min(found) > 1e-3, "the tables tell the same at each position: nothing was tested"
