@@ -39,6 +39,7 @@ class TinySpec:
     additive: bool = False
     table: bool = True
     dtype: torch.dtype = torch.float32
+    length: int = LENGTH
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -69,10 +70,10 @@ class TinySpec:
 
 
 class TinyCache:
-    """Keys and values of each layer: buffers of LENGTH slots, or what was concatenated so far."""
+    """Keys and values of each layer: buffers of ``length`` slots, or what was concatenated so far."""
 
     def __init__(self, spec: TinySpec, rows: int, device: torch.device | str = "cpu") -> None:
-        shape = (rows, LENGTH, spec.Hkv) if spec.cache == "tokens first" else (rows, spec.Hkv, LENGTH)
+        shape = (rows, spec.length, spec.Hkv) if spec.cache == "tokens first" else (rows, spec.Hkv, spec.length)
         if spec.cache == "concatenated":
             shape = (rows, spec.Hkv, 0)
         self.k = [torch.zeros(*shape, spec.D, dtype=spec.dtype, device=device) for _ in range(spec.layers)]
@@ -194,7 +195,7 @@ class Tiny(nn.Module):
         R = spec.rotated
         frequency = 100.0 ** (-torch.arange(0, R, 2).float() / R)
         self.register_buffer("frequency", frequency, persistent=False)
-        self.register_buffer("angles", torch.outer(torch.arange(4 * LENGTH).float(), frequency), persistent=False)
+        self.register_buffer("angles", torch.outer(torch.arange(4 * spec.length).float(), frequency), persistent=False)
         for module in (self.embed, self.blocks, self.head):
             module.to(spec.dtype)
         self.eval()
@@ -213,11 +214,12 @@ class Tiny(nn.Module):
 class TinyDriver(Driver):
     """Runs a ``Tiny``."""
 
-    rows, padding, vocabulary, length = 3, True, VOCABULARY, LENGTH
+    rows, padding, vocabulary = 3, True, VOCABULARY
 
     def __init__(self, spec: TinySpec) -> None:
         self.spec = spec
         self.kinds = (spec.kind,)
+        self.length = spec.length
 
     def new_cache(self, model: nn.Module, kind: str, rows: int) -> TinyCache:
         return TinyCache(self.spec, rows)
@@ -227,7 +229,7 @@ class TinyDriver(Driver):
         positions = slots.expand(ids.shape[0], -1)
         if keep is not None:
             positions = (keep.cumsum(1) - 1).clamp(min=0)[:, start:]
-            keep = F.pad(keep, (0, (LENGTH if self.spec.kind == "static" else keep.shape[1]) - keep.shape[1]))
+            keep = F.pad(keep, (0, (self.length if self.spec.kind == "static" else keep.shape[1]) - keep.shape[1]))
         logits: Tensor = step(ids.clone(), positions.clone(), slots, cache, keep)
         return logits
 

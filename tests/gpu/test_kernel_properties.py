@@ -106,6 +106,9 @@ def packed_bytes(case: Case, seed: int) -> None:
 
 def neighbours(case: Case, seed: int) -> None:
     """A row's bits do not depend on the other rows: here each of them is another row's copy."""
+    # Packed by the kernel both times: PyTorch on CUDA divides by a number as it multiplies with its inverse, so now and then
+    # the reference's scale of an int8 row differs there by one unit.
+    case = step_checks.repacked(case, case.k, KERNELS)
     out = step_checks.run(KERNELS, case)
     row = seed % case.q.shape[0]
     q, k, v = (x[row : row + 1].expand_as(x).contiguous() for x in (case.q, case.k, case.v))
