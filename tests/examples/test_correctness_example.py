@@ -8,6 +8,7 @@ pytest.importorskip("hypothesis")
 
 import correctness_in_ci as example
 from fasa_compile.testing import CHECKS, check_model
+from fasa_compile.triton_kernels import reference
 
 
 def test_every_check_runs_that_the_driver_allows() -> None:
@@ -17,11 +18,8 @@ def test_every_check_runs_that_the_driver_allows() -> None:
     assert idle == {"neighbours", "padding"}, outcome  # it has batches of one row
 
 
-def test_a_cache_that_is_not_emptied_is_caught() -> None:
-    class Keeps(example.OwnDriver):
-        def new_cache(self, model, kind, rows):
-            for layer in model.layers:
-                layer.k.add_(0.05)
-
-    with pytest.raises(AssertionError):
-        check_model(example.make, driver=Keeps(), checks=["repeat"])
+def test_a_wrong_backend_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = reference.sparse_decode
+    monkeypatch.setattr(reference, "sparse_decode", lambda *args, **how: 1.01 * whole(*args, **how))
+    with pytest.raises(AssertionError, match="logits differ"):
+        check_model(example.make, driver=example.OwnDriver(), checks=["dense parity"])
