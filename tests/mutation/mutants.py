@@ -333,7 +333,7 @@ add(
     "positions are constants",
     "                bits[node] = POSITION\n            continue\n        if is_size",
     "                bits[node] = 0\n            continue\n        if is_size",
-    f"{ROPE}::test_full_rotation",
+    f"{ROPE}::test_no_rotation_is_refused",
 )
 
 # ---- plan -------------------------------------------------------------------------------------------------------------
