@@ -51,6 +51,7 @@ def buffers_of_a_caches_size(model, backend) -> int:
 
 
 @pytest.mark.inductor
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", [Interleaved, Fused])
 def test_the_code_of_a_step_copies_no_cache(attention, monkeypatch):  # trial F4
     """Buffers apart are copied by nobody. One that K and V share is copied by Inductor itself, without us too; we add nothing."""
@@ -58,11 +59,9 @@ def test_the_code_of_a_step_copies_no_cache(attention, monkeypatch):  # trial F4
 
     monkeypatch.setattr(Custom, "LENGTH", 2048)
     model = Custom(attention).eval()
-    alone = buffers_of_a_caches_size(model, "inductor")
+    alone = buffers_of_a_caches_size(model, "inductor") if attention is Fused else 0
     monkeypatch.setattr(rewrite, "uses_kernels", lambda device: True)
     profile = profile_of([(f"blocks.{i}", 4, 2, 16, PAIRS) for i in range(2)], 3, "int4", n_fac=64)
     ours = buffers_of_a_caches_size(model, fasa_backend(profile, strict=True, check_weights=False))
     assert fasa_compile.stats()["sparse_steps"] == 1
     assert ours <= alone
-    if attention is Interleaved:
-        assert ours == 0
