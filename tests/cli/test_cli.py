@@ -19,6 +19,7 @@ pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
 
 from models import tiny_llama
+from tiny_folder import byte_tokenizer
 from typer.testing import CliRunner
 
 import fasa_compile
@@ -35,19 +36,6 @@ LLAMA_8B = {
     "vocab_size": 128256,
     "max_position_embeddings": 131072,
 }
-
-
-def byte_tokenizer() -> Any:
-    """One token per byte, and an end."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {c: i for i, c in enumerate([*alphabet, "<end>"])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
 
 
 @pytest.fixture(scope="module")
