@@ -19,7 +19,9 @@ import torch
 from fasa_compile import bench, loading
 from fasa_compile.backend import fasa_backend
 
-SHAPES = dict(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336, vocab_size=128256)
+SHAPES = dict(
+    hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336, vocab_size=128256
+)
 SMALL = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2, intermediate_size=256, vocab_size=512)
 
 

@@ -1,7 +1,7 @@
 """From a model to sparse generation: calibrate, generate, see what happened.
 
-    python examples/quickstart.py            SmolLM2-135M (90 MB, fetched once), minutes on a CPU
-    python examples/quickstart.py --tiny     a random model of two layers, seconds
+python examples/quickstart.py            SmolLM2-135M (90 MB, fetched once), minutes on a CPU
+python examples/quickstart.py --tiny     a random model of two layers, seconds
 """
 
 from __future__ import annotations

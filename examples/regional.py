@@ -30,7 +30,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Report]:
     model = Model().eval().requires_grad_(False)
     profile = calibrate(model, ids, forward=lambda m, x: m(x, torch.arange(x.shape[1])), progress=False)
     reports = {}
-    for name, given, budget in (("exact", None, {}), ("all", "all", {"n_fac": 64}), ("profile", profile, {"n_fac": 64})):
+    for name, given, budget in (
+        ("exact", None, {}),
+        ("all", "all", {"n_fac": 64}),
+        ("profile", profile, {"n_fac": 64}),
+    ):
         torch._dynamo.reset()
         backend = fasa_backend(given, inner=args.inner, **budget)
         for layer in model.layers:

@@ -21,14 +21,14 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 
 from fasa_compile.capture import Shadow, capture, enclosing_modules, has_module, pin_root_module, root_module
 from fasa_compile.counters import count, decline
-from fasa_compile.dump import dump
+from fasa_compile.dump import dump, graph_text, trace
 from fasa_compile.errors import FasaError, FasaWarning, NoSitesError, ProfileError
 from fasa_compile.fallback import Fallback, inputs_to_save
 from fasa_compile.fingerprint import same_weights, weights_fingerprint, weights_stamp
 from fasa_compile.match import match
 from fasa_compile.offload import check_device, rows_of
 from fasa_compile.patterns import attention
-from fasa_compile.plan import Decision, Plan, Policy, demote, is_one, plan
+from fasa_compile.plan import Decision, Plan, Policy, demote, hint, is_one, plan
 from fasa_compile.profiles.files import load_profile
 from fasa_compile.profiles.schema import FCProfile
 from fasa_compile.report import GraphRecord, Report, why
@@ -170,6 +170,20 @@ def _check_memory(planned: Plan) -> None:
         check_device(size, device, "the packed FC caches and hot buffers of the attention sites")
 
 
+def _tally(planned: Plan) -> dict[str, int]:
+    """What each step of a graph adds to the counters."""
+    found = {"sparse_steps" if planned.sparse else "dense_steps": 1}
+    if any(d.reason in ("capture-failed", "rewrite-failed") for d in planned.decisions):
+        found["fallback_steps"] = 1
+    if planned.rewritten:
+        found["bytes_read"] = sum(d.sparse_bytes for d in planned.rewritten)
+    for decision in planned.sparse:
+        assert isinstance(decision.site, AttentionSite) and decision.budget is not None
+        B, _, Hkv, _, L, _, _ = (hint(n) for n in decision.site.shape)
+        found["selected_tokens"] = found.get("selected_tokens", 0) + B * Hkv * min(decision.budget.n_fac, L)
+    return found
+
+
 def _wrapper(profile: FCProfile, sites: Sequence[AttentionSite]) -> str:
     """What a wrapper puts before the profile's module paths: the one prefix under which all sites have an entry, or ""."""
     first = sites[0].layer
@@ -223,7 +237,7 @@ class FasaBackend:
             return inner(gm, example_inputs)
         if _only_prefill(nodes):
             self._record("prefill", note=f"{len(nodes)} attention sites, dense")
-            return counted(inner(gm, example_inputs), "dense_steps")
+            return counted(inner(gm, example_inputs), {"dense_steps": 1})
         began = time.thread_time()
         shadow, planned, check = self._plan(gm, example_inputs)
         rewritten: Rewritten | None = None
@@ -239,6 +253,9 @@ class FasaBackend:
                 planned = self._give_up(planned, "rewrite-failed", problem)
                 rewritten = None
         dump(gm, shadow, planned, rewritten)
+        if rewritten is not None:
+            twin = rewritten.gm
+            trace("fasa_rewritten_graph", lambda: graph_text(twin), "string")
         self._note(planned, decode=planned.decode or _decodes(nodes), seconds=seconds)
         if shadow is not None and rewritten is not None and compiled is not None:
             number = len(self.graphs) - 1
@@ -247,12 +264,12 @@ class FasaBackend:
                 rewritten.extra,
                 sorted(shadow.relied),
                 example_inputs,
-                counter="sparse_steps" if planned.sparse else "dense_steps",
+                tally=_tally(planned),
                 audit=self.audit,
                 check=check,
                 fallback=Fallback(gm.forward, inputs_to_save(shadow), lambda p: self._step_failed(number, planned, p)),
             )
-        return counted(inner(gm, example_inputs), "dense_steps")
+        return counted(inner(gm, example_inputs), _tally(planned))
 
     def _plan(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any]
@@ -423,7 +440,13 @@ class FasaBackend:
 
     def _record(self, kind: str, decisions: tuple[Decision, ...] = (), note: str = "", seconds: float = 0.0) -> None:
         count("graphs")
-        self.graphs.append(GraphRecord(len(self.graphs), kind, decisions, note, seconds))
+        record = GraphRecord(len(self.graphs), kind, decisions, note, seconds)
+        self.graphs.append(record)
+        sparse = sum(d.action == "sparse" for d in decisions)
+        log.info("graph %d: %s, %d of %d attention sites sparse", record.index, kind, sparse, len(decisions))
+        for d in decisions:
+            log.debug("graph %d: %s: %s %s", record.index, d.site.layer, d.action, why(d) if d.reason else "")
+        trace("fasa_report", lambda: Report([record]).json(), "json")
 
     def _warn(self, message: str) -> None:
         if message not in self._warned:

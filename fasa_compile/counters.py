@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 _lock = threading.Lock()
@@ -16,10 +17,23 @@ _NAMES = (
     "dense_kernel_sites",  # of these, attention nodes replaced by the dense kernel
     "sparse_steps",  # calls of a graph with at least one sparse site
     "dense_steps",  # calls of a graph that has attention and no sparse site
+    "fallback_steps",  # of these, calls of a graph whose capture, rewrite or first step failed
+    "selected_tokens",  # tokens that sparse steps could attend to, over sequences, KV heads and layers: n_fac, or all there are slots for
+    "bytes_read",  # of K, V and packed FC caches by the steps of rewritten graphs, as the cost model counts them, caches full
     "state_rebuilds",  # packed FC caches made anew from K, one per layer and event
 )
 _counts: Counter[str] = Counter()
 _declined: Counter[str] = Counter()
+_rebuilt: Counter[str] = Counter()
+
+#: Why a packed FC cache was made anew from K.
+WHY_REBUILT = {
+    "new-cache": "K is a tensor that had no packed cache: a first step, another cache, a new prompt",
+    "written": "K was written by somebody else since: a prefill, several tokens at once, a reorder, a crop, a reset",
+    "moved": "K lies at another address: its storage was swapped",
+    "uncounted": "PyTorch does not count writes to K: inference mode, or a CUDA graph that the user captures",
+    "distrusted": "a step ended in an exception, or Runtime.invalidate() was called",
+}
 #: Audits that run: each gives ``(layer, attention mass lost, audited steps)`` rows, and forgets them when told to.
 _audits: weakref.WeakSet[Any] = weakref.WeakSet()
 #: Runtimes with hot buffers: each gives ``(layer, tokens attended, fetched, without a slot)`` rows, and forgets them when told to.
@@ -32,6 +46,20 @@ def count(name: str, by: int = 1) -> None:
         _counts[name] += by
 
 
+def count_all(amounts: Mapping[str, int]) -> None:
+    """Add to several counters."""
+    with _lock:
+        for name, by in amounts.items():
+            _counts[name] += by
+
+
+def rebuilt(reason: str) -> None:
+    """Count one packed FC cache made anew, by a key of ``WHY_REBUILT``."""
+    with _lock:
+        _counts["state_rebuilds"] += 1
+        _rebuilt[reason] += 1
+
+
 def decline(reason: str) -> None:
     """Count one attention site left as it was, by its reason (see ``plan.WHY_DENSE`` and ``sites.REASONS``)."""
     with _lock:
@@ -41,15 +69,20 @@ def decline(reason: str) -> None:
 def stats() -> dict[str, Any]:
     """Counters since the last ``reset_stats()``.
 
-    Keys: ``graphs``, ``decode_graphs``, ``sites``, ``rewritten_sites``, ``dense_kernel_sites``, ``sparse_steps``, ``dense_steps``, ``state_rebuilds``
-    (ints) and ``declined`` (reason -> number of attention sites). Every attention site that was found is either in
+    Keys: ``graphs``, ``decode_graphs``, ``sites``, ``rewritten_sites``, ``dense_kernel_sites``, ``sparse_steps``, ``dense_steps``,
+    ``fallback_steps``, ``selected_tokens``, ``bytes_read``, ``state_rebuilds`` (ints), ``rebuilt`` (a key of ``WHY_REBUILT`` -> how
+    often) and ``declined`` (reason -> number of attention sites). Every attention site that was found is either in
     ``rewritten_sites`` or in ``declined``: ``sites == rewritten_sites + sum(declined.values())``. Where a backend audits, also
     ``lost_mass``: layer -> ``{"mean": ..., "steps": ...}``, the share of attention mass that selection lost (reading it waits for
     the device). Where K and V lie in host memory, also ``hot``: layer -> ``{"attended": ..., "fetched": ..., "unkept": ...}``, tokens
     (times KV heads and sequences) attended to, of these fetched from the host, and of those for which the hot buffer had no room.
     """
     with _lock:
-        found: dict[str, Any] = {**{name: _counts[name] for name in _NAMES}, "declined": dict(_declined)}
+        found: dict[str, Any] = {
+            **{name: _counts[name] for name in _NAMES},
+            "rebuilt": dict(_rebuilt),
+            "declined": dict(_declined),
+        }
         audits = list(_audits)
         hot = list(_hot)
     if hot:
@@ -86,6 +119,7 @@ def reset_stats() -> None:
     with _lock:
         _counts.clear()
         _declined.clear()
+        _rebuilt.clear()
         audits = list(_audits)
         hot = list(_hot)
     for audit in audits:

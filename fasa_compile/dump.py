@@ -1,16 +1,19 @@
-"""FASA_DUMP=dir: the numbered graphs of each stage, as text, one folder per graph that the backend is given."""
+"""FASA_DUMP=dir: the numbered graphs of each stage, as text, one folder per graph that the backend is given. And TORCH_TRACE=dir:
+the report and the rewritten graph of each compilation as artifacts of torch's structured trace, which tlparse shows.
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
+from torch._logging._internal import trace_structured
 
 from fasa_compile.capture import Shadow
 from fasa_compile.patterns.graph import where
@@ -40,6 +43,11 @@ def dump(gm: fx.GraphModule, shadow: Shadow | None, plan: Plan, rewritten: Rewri
             (folder / f"{name}.txt").write_text(text + "\n", encoding="utf-8")
     except OSError as problem:
         log.warning("FASA_DUMP=%s: the graphs could not be written: %s", root, problem)
+
+
+def trace(name: str, payload: Callable[[], str], encoding: Literal["json", "string"]) -> None:
+    """An artifact of the compilation that is going on, in torch's structured trace; nothing is made where no trace is written."""
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload)
 
 
 def _next(root: Path) -> Path:

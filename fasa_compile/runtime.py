@@ -12,14 +12,14 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fasa_compile.audit import Audit
-from fasa_compile.counters import count, watch_hot
+from fasa_compile.counters import count_all, rebuilt, watch_hot
 from fasa_compile.errors import FasaError
 from fasa_compile.fallback import Fallback, copies, put_back
 from fasa_compile.offload import pieces, rows_of
@@ -130,6 +130,7 @@ class _Keeper:
         """The packed cache of ``k``, made anew from it."""
         canonical = self._canonical(k)
         packed = self.caches.get(id(k))
+        why = "uncounted" if capturing else _why_stale(packed, k)
         stale = packed is None or packed.key() is not k or packed.data.device != k.device
         if packed is None or stale or packed.data.shape[:3] != canonical.shape[:3]:
             packed = self._allocate(k)
@@ -153,8 +154,19 @@ class _Keeper:
                 packed.data[:, :, first : first + keys.shape[2]].copy_(data)
                 packed.meta[:, :, first : first + keys.shape[2]].copy_(meta)
         packed.address = k.data_ptr()
-        count("state_rebuilds")
+        rebuilt(why)
         return packed
+
+
+def _why_stale(packed: PackedCache | None, k: torch.Tensor) -> str:
+    """A key of ``WHY_REBUILT``."""
+    if packed is None or packed.key() is not k or packed.data.device != k.device:
+        return "uncounted" if k.is_inference() else "new-cache"
+    if packed.frozen:
+        return "uncounted"
+    if packed.version == _UNTRACKED:
+        return "distrusted"
+    return "moved" if packed.address != k.data_ptr() else "written"
 
 
 class _Number:
@@ -194,7 +206,7 @@ class Runtime:
         relied: Iterable[int] = (),
         example_inputs: Sequence[Any] = (),
         *,
-        counter: str = "sparse_steps",
+        tally: Mapping[str, int],
         audit: int = 0,
         check: Callable[[], None] | None = None,
         fallback: Fallback | None = None,
@@ -204,7 +216,7 @@ class Runtime:
         self._fallback = fallback
         self._gave_up = False  # whether the model's own graph has taken over
         self._ran = False  # whether the rewritten graph has run to its end once
-        self._counter = counter
+        self._tally = tally  # what a step adds to the counters
         self._relied = [_Number(i, example_inputs[i]) for i in relied if isinstance(example_inputs[i], torch.Tensor)]
         self._lock = threading.Lock()
         _live.add(self)
@@ -268,7 +280,7 @@ class Runtime:
                     packed.note(arguments[keeper.k_input])
             if self._audit is not None and not capturing and self._audit.due():
                 self._audit.run(self._canonical)
-            count(self._counter)
+            count_all(self._tally)
             return result
 
     def _bind(self, arguments: Sequence[Any], capturing: bool) -> bool:
@@ -306,7 +318,7 @@ class Runtime:
 
     def _dense(self, arguments: Sequence[Any]) -> Any:
         assert self._fallback is not None
-        count("dense_steps")
+        count_all({"dense_steps": 1, "fallback_steps": 1})
         return self._fallback.dense(*arguments)
 
     def _canonical(self, keeper_index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
@@ -378,11 +390,11 @@ def profile_constant(decision: Decision, role: str) -> torch.Tensor:
     return (centre if role == "centre" else spread).clone()
 
 
-def counted(compiled: Callable[..., Any], counter: str) -> Callable[..., Any]:
-    """``compiled``, counting its calls."""
+def counted(compiled: Callable[..., Any], tally: Mapping[str, int]) -> Callable[..., Any]:
+    """``compiled``, with each call adding ``tally`` to the counters."""
 
     def call(*arguments: Any) -> Any:
-        count(counter)
+        count_all(tally)
         return compiled(*arguments)
 
     return call

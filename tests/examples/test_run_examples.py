@@ -52,6 +52,8 @@ def test_benchmark(tmp_path):
     pytest.importorskip("transformers")
     import benchmark_gpu
 
-    record = benchmark_gpu.main(["--contexts", "256", "--steps", "2", "--n-fac", "32", "--plot", str(tmp_path / "b.svg")])
+    record = benchmark_gpu.main(
+        ["--contexts", "256", "--steps", "2", "--n-fac", "32", "--plot", str(tmp_path / "b.svg")]
+    )
     assert set(record["cases"][0]["variants"]) == {"hf", "dense", "sparse"}
     assert (tmp_path / "b.svg").read_text(encoding="utf-8").startswith("<svg")
