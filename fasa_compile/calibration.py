@@ -65,6 +65,8 @@ class _Observer:
         if site.layer not in self.stats:
             self.stats[site.layer] = LayerStats(q.shape[1], k.shape[1], q.shape[3], site.rope, q.device, site.layer)
         self.calls[site.layer] += 1
+        if mask is not None:  # broadcastable to [B, Hq, T, L]: a mask [T, L] has no sequences of its own
+            mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
         with torch.no_grad():
             for row in range(q.shape[0]):
                 mine = None if mask is None else mask[row if mask.shape[0] > 1 else 0]
