@@ -25,7 +25,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,14 @@ def fake_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Fake
     mode = context.fake_mode if context is not None and context.fake_mode is not None else FakeTensorMode()
     fakes: list[Any] = []
     for example, node in zip(example_inputs, gm.graph.find_nodes(op="placeholder"), strict=True):
-        if isinstance(example, torch.Tensor) and not isinstance(example, FakeTensor):
+        if is_traceable_wrapper_subclass(example):
+            # A quantised weight (torchao): to the reader a tensor of its shape and dtype. What it computes is not traced, since
+            # such classes refuse what a linear is made of; the Dynamo graph that is edited and runs has the weight itself.
+            with mode:
+                fakes.append(
+                    torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
+                )
+        elif isinstance(example, torch.Tensor) and not isinstance(example, FakeTensor):
             symbolic = context.tensor_to_context.get(example) if context is not None else None
             source = getattr(node.meta.get("grapharg"), "source", None)
             fake = mode.from_tensor(
@@ -185,8 +192,8 @@ def has_module(module: torch.nn.Module, path: str) -> bool:
 
 def _byte_range(tensor: torch.Tensor) -> tuple[Any, int, int]:
     """A tensor's storage, and its first byte and the one past its last in it."""
-    if isinstance(tensor, FakeTensor):
-        return id(tensor), 0, 0
+    if isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor):
+        return id(tensor), 0, 0  # no memory of its own
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin = int(tensor.storage_offset()) * tensor.element_size()
     return tensor.untyped_storage().data_ptr(), begin, begin + (int(last) + 1) * tensor.element_size()
