@@ -399,7 +399,7 @@ class FasaBackend:
         count("rewritten_sites", -lost[0])
         count("dense_kernel_sites", -lost[1])
         self.graphs[number] = replace(self.graphs[number], decisions=planned.decisions)
-        self._warn(
+        self.warn(
             f"the first step of a rewritten graph failed ({detail}). The model's own graph ran it and runs all later ones, dense and "
             "not compiled; torch._dynamo.reset() has it all compiled again. strict=True raises instead."
         )
@@ -408,7 +408,7 @@ class FasaBackend:
         if self.strict or isinstance(problem, _NOT_SWALLOWED):
             raise problem
         log.warning("%s: %s: %s", what, type(problem).__name__, problem, exc_info=problem)
-        self._warn(f"{what} ({type(problem).__name__}: {problem}). strict=True raises instead.")
+        self.warn(f"{what} ({type(problem).__name__}: {problem}). strict=True raises instead.")
 
     def _note(self, planned: Plan, *, decode: bool, seconds: float) -> None:
         count("sites", len(planned.decisions))
@@ -421,7 +421,7 @@ class FasaBackend:
             count("decode_graphs")
         self._record("decode" if decode else "no cached decode", planned.decisions, seconds=seconds)
         if any(d.reason == "requires-grad" for d in planned.decisions):
-            self._warn(
+            self.warn(
                 "a decode graph was compiled while gradients are recorded, so it runs dense: decode under torch.no_grad()"
             )
         expected = {"profile-dense", "within-budget", "below-break-even", "no-gain", "requires-grad", "prefill"}
@@ -436,7 +436,7 @@ class FasaBackend:
             )
             if self.strict:
                 raise NoSitesError(message)
-            self._warn(message)
+            self.warn(message)
 
     def _record(self, kind: str, decisions: tuple[Decision, ...] = (), note: str = "", seconds: float = 0.0) -> None:
         count("graphs")
@@ -448,7 +448,8 @@ class FasaBackend:
             log.debug("graph %d: %s: %s %s", record.index, d.site.layer, d.action, why(d) if d.reason else "")
         trace("fasa_report", lambda: Report([record]).json(), "json")
 
-    def _warn(self, message: str) -> None:
+    def warn(self, message: str) -> None:
+        """A ``FasaWarning``, once per message."""
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, FasaWarning, stacklevel=3)

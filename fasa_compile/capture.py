@@ -96,9 +96,10 @@ def fake_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Fake
         if is_traceable_wrapper_subclass(example):
             # A quantised weight (torchao): to the reader a tensor of its shape and dtype. What it computes is not traced, since
             # such classes refuse what a linear is made of; the Dynamo graph that is edited and runs has the weight itself.
+            weight: Any = example
             with mode:
                 fakes.append(
-                    torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
+                    torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
                 )
         elif isinstance(example, torch.Tensor) and not isinstance(example, FakeTensor):
             symbolic = context.tensor_to_context.get(example) if context is not None else None

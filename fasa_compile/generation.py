@@ -66,7 +66,13 @@ def generate(
     generation.setdefault("disable_compile", True)
     given_inputs = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
     with compiled_forward(model, known[key], mode):
-        return model.generate(**given_inputs, **generation)
+        output = model.generate(**given_inputs, **generation)
+    if not known[key].saw_decode and generation.get("max_new_tokens") != 1:
+        known[key].warn(
+            "generate has run, and no decode step over a cache reached the backend: Dynamo ran the model uncompiled or in parts too "
+            "small to hold one (hooks that move weights, as device_map with a disk or CPU offload has them; a graph break in a layer)"
+        )
+    return output
 
 
 class Clock:

@@ -110,7 +110,7 @@ def test_layers_with_a_window():
     assert torch.equal(ours(model, IDS[:1], profile="all"), expected)
     assert fasa_compile.stats()["sparse_steps"] > 0
     fasa_compile.reset_stats()
-    ours(model, IDS[:1], 16, profile="all")
+    ours(model, IDS[:1], SMALL, profile="all")
     assert fasa_compile.stats()["sparse_steps"] == 7
 
 
@@ -166,7 +166,7 @@ def test_a_device_map(tmp_path):
 
 
 def test_weights_that_accelerate_keeps_on_disk(tmp_path):
-    """Hooks around the modules bring their weights in: Dynamo compiles the model in parts. Right, sparse or not, and said so."""
+    """Hooks around the modules bring their weights in: Dynamo compiles the model in parts. Right, dense, and said so once."""
     pytest.importorskip("accelerate")
     tiny_llama(layers=2).save_pretrained(tmp_path / "model")
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
@@ -186,11 +186,9 @@ def test_weights_that_accelerate_keeps_on_disk(tmp_path):
             **HOW,
         )
     assert torch.equal(found, expected)
-    rows = fasa_compile.explain().rows
-    dense = [row for row in rows if row.decision == "dense"]
-    assert all(row.reason for row in dense)
-    if not fasa_compile.stats()["sparse_steps"]:
-        assert sum(issubclass(w.category, fasa_compile.FasaWarning) for w in said) >= 1
+    ours_ = [str(w.message) for w in said if issubclass(w.category, fasa_compile.FasaWarning)]
+    assert fasa_compile.stats()["sparse_steps"] == 0
+    assert len(ours_) == 1 and "no decode step over a cache reached the backend" in ours_[0]
 
 
 def test_weights_in_int8():
