@@ -30,9 +30,9 @@ from torch import Tensor  # noqa: E402
 import corpora  # noqa: E402
 import fasa_compile  # noqa: E402
 import one_pass  # noqa: E402
-import passkeys  # noqa: E402
 import smollm2  # noqa: E402
 import token_selectors as ts  # noqa: E402
+from fasa_compile import evaluation  # noqa: E402
 from fasa_compile.calibration_stats import LayerStats  # noqa: E402
 from fasa_compile.plan import Policy  # noqa: E402
 from fasa_compile.profiles import Budget, FCProfile, LayerProfile  # noqa: E402
@@ -256,7 +256,7 @@ def digits(
     shares: dict[str, list[float]] = {name: [] for name in compared}
     pieces = list(filler)
     for seed in range(-(-keys // CITIES_PER_TEXT)):
-        hay = passkeys.haystack(tokenizer, pieces[seed % len(pieces)], CITIES_PER_TEXT, seed)
+        hay = evaluation.haystack(tokenizer, pieces[seed % len(pieces)], CITIES_PER_TEXT, seed)
         cache = one_pass.prefill(h, hay.text[0].to(device))
         asked = [torch.cat([q, a[:-1]]) for q, a in zip(hay.questions, hay.answers, strict=True)]
         blocks = torch.repeat_interleave(torch.arange(len(asked)), torch.tensor([len(a) for a in asked]))
@@ -349,7 +349,7 @@ def main(argv: list[str] | None = None) -> None:
             "fc_format": profile.fc_format,
             "reduction": profile.reduction,
             "method": profile.method,
-            "profile": args.profile or "calibrated for this run",
+            "profile": Path(args.profile).stem if args.profile else "calibrated for this run",
             "bootstrap": f"{RESAMPLES} resamples of texts and of blocks of {BLOCK} tokens",
             "device": torch.cuda.get_device_name() if args.device.startswith("cuda") else "cpu",
             "dtype": "float32",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from teacher_forced import cache_argument
+from fasa_compile.evaluation import cache_argument
 from token_selectors import Method, Scene
 
 NAME = "fasa_one_pass"

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 import os
 import platform
 import sys
@@ -34,11 +33,10 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import fasa_compile  # noqa: E402
-import passkeys  # noqa: E402
 import smollm2  # noqa: E402
+from fasa_compile.evaluation import Step, perplexity, retrieval, step_of  # noqa: E402
 from fasa_compile.profiles import Budget  # noqa: E402
 from hooked_attention import hooked  # noqa: E402
-from teacher_forced import Decoded, Step, decode, like, prefill, score, step_of  # noqa: E402
 
 PATHS = ("hooked", "compiled", "oracle")
 
@@ -130,56 +128,6 @@ class DecodePath:
         return nullcontext()
 
 
-def mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def evaluate(model: Any, paths: dict[str, Step], texts: Tensor, last: int) -> dict[str, Any]:
-    """Perplexity, KL to dense, top-1 agreement and steps per second of each path, per text and over all."""
-    device = next(model.parameters()).device
-    rows: dict[str, list[dict[str, float]]] = {name: [] for name in paths}
-    for number, text in enumerate(texts.to(device)):
-        # The last token that is fed predicts the last token of the text; the first comes right after the prefill.
-        start = len(text) - last - 1
-        tokens, targets = text[start:-1], text[start + 1 :]
-        filled = prefill(model, text[None, :start], len(text))
-        dense: Decoded | None = None
-        for name, step in paths.items():
-            done = decode(step, like(model, filled), tokens)
-            dense = dense or done
-            scores = score(done.log_probs, dense.log_probs, targets)
-            row = {
-                "nll": scores.nll,
-                "perplexity": scores.perplexity,
-                "kl_to_dense": scores.kl,
-                "top1_agreement": scores.top1,
-                "steps_per_second": done.steps_per_second,
-            }
-            rows[name].append(row)
-            print(f"text {number} {name:9s} " + "  ".join(f"{k} {v:.4g}" for k, v in row.items()), flush=True)
-    out: dict[str, Any] = {}
-    for name, per_text in rows.items():
-        over_all = {key: mean([row[key] for row in per_text]) for key in per_text[0]}
-        over_all["perplexity"] = math.exp(over_all["nll"])  # the geometric mean
-        out[name] = {**over_all, "texts": per_text}
-    for name, entry in out.items():
-        entry["perplexity_ratio"] = entry["perplexity"] / out["dense"]["perplexity"]
-        print(f"all    {name:9s} perplexity {entry['perplexity']:.3f} = {entry['perplexity_ratio']:.4f} x dense")
-    return out
-
-
-def retrieve(model: Any, tokenizer: Any, paths: dict[str, Step], texts: Tensor, keys: int) -> dict[str, Any]:
-    shares: dict[str, list[float]] = {name: [] for name in paths}
-    for seed, text in enumerate(texts):
-        hay = passkeys.haystack(tokenizer, text, keys, seed)
-        for name, values in passkeys.recall(model, paths, hay).items():
-            shares[name] += values
-    out = {name: {"digits": mean(v), "whole_keys": mean([float(x == 1) for x in v])} for name, v in shares.items()}
-    for name, entry in out.items():
-        print(f"pass keys {name:9s} digits {entry['digits']:.3f}  whole keys {entry['whole_keys']:.3f}")
-    return out
-
-
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in ("fasa-compile", "torch", "transformers", "triton"):
@@ -224,13 +172,15 @@ def main(argv: list[str] | None = None) -> None:
             "inner": args.inner,
         },
         "versions": versions(),
-        "decode": evaluate(model, paths, texts, args.last),
+        "decode": perplexity(model, paths, texts, args.last),
         "stats": fasa_compile.stats(),
     }
     out = args.out or ROOT / "benchmarks" / "results" / f"quality-{name}-{label}.json"
+    for path, entry in record["decode"].items():
+        print(f"{path:9s} perplexity {entry['perplexity']:.3f} = {entry['perplexity_ratio']:.4f} x dense")
     write(out, record)  # retrieval takes as long again
     if args.passkeys:
-        record["pass_keys"] = {"per_text": args.passkeys, **retrieve(model, tokenizer, paths, texts, args.passkeys)}
+        record["pass_keys"] = {"per_text": args.passkeys, **retrieval(model, tokenizer, paths, texts, args.passkeys)}
         record["stats"] = fasa_compile.stats()
         write(out, record)
 

@@ -17,8 +17,8 @@ pytest.importorskip("transformers")
 import compare
 import one_pass
 import token_selectors as ts
+from fasa_compile.evaluation import decode, like, prefill, step_of
 from hooked_attention import hooked
-from teacher_forced import decode, like, prefill, step_of
 
 LENGTH, LAST, BUDGET = 96, 24, Budget(12, 2, 3)
 

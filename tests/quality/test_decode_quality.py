@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 import fasa_compile
+from fasa_compile import evaluation as ev
+from fasa_compile.evaluation import decode, like, prefill, restore, score, step_of
 from fasa_compile.profiles import Budget
+from fasa_compile.tasks import Task
 
 transformers = pytest.importorskip("transformers")
 
-import passkeys  # noqa: E402
 from hooked_attention import hooked  # noqa: E402
-from teacher_forced import decode, like, prefill, restore, score, step_of  # noqa: E402
 
 LENGTH, LAST = 96, 24
 
@@ -106,7 +107,7 @@ class Letters:
 
 def test_haystack_hides_each_answer_once() -> None:
     filler = torch.full((500,), ord("x"))
-    hay = passkeys.haystack(Letters(), filler, keys=5, seed=3)
+    hay = ev.haystack(Letters(), filler, keys=5, seed=3)
     text = Letters().decode(hay.text[0].tolist())
     assert len(text) == 500 and len(hay.questions) == len(hay.answers) == 5
     stretches = [len(part) for part in text.split("\n\n") if part.startswith("xx")]
@@ -114,15 +115,15 @@ def test_haystack_hides_each_answer_once() -> None:
     for question, answer in zip(hay.questions, hay.answers, strict=True):
         asked, value = Letters().decode(question.tolist()), Letters().decode(answer.tolist())
         name = asked.split("pass key of ")[1].split("?")[0]
-        assert len(value) == passkeys.DIGITS and value.isdigit()
+        assert len(value) == ev.DIGITS and value.isdigit()
         assert text.count(f"The pass key of {name} is {value}.") == 1
         assert asked.endswith(f"The pass key of {name} is ")
-    other = passkeys.haystack(Letters(), filler, keys=5, seed=4)
+    other = ev.haystack(Letters(), filler, keys=5, seed=4)
     assert not torch.equal(other.text, hay.text)
     with pytest.raises(ValueError, match="no room"):
-        passkeys.haystack(Letters(), filler[:200], keys=5, seed=3)
+        ev.haystack(Letters(), filler[:200], keys=5, seed=3)
     with pytest.raises(ValueError, match="keys"):
-        passkeys.haystack(Letters(), filler, keys=99, seed=0)
+        ev.haystack(Letters(), filler, keys=99, seed=0)
 
 
 def test_recall_counts_digits() -> None:
@@ -131,7 +132,7 @@ def test_recall_counts_digits() -> None:
         vocab_size=128, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, head_dim=16
     )
     model = transformers.LlamaForCausalLM(config).eval()
-    hay = passkeys.haystack(Letters(), torch.full((200,), ord("x")), keys=2, seed=0)
+    hay = ev.haystack(Letters(), torch.full((200,), ord("x")), keys=2, seed=0)
     script = [
         token for q, a in zip(hay.questions, hay.answers, strict=True) for token in [*[0] * (len(q) - 1), *a.tolist()]
     ]
@@ -140,5 +141,56 @@ def test_recall_counts_digits() -> None:
         due = iter(tokens)
         return lambda token, cache: torch.nn.functional.one_hot(torch.tensor([next(due)]), 128).float() * 9
 
-    got = passkeys.recall(model, {"right": saying(script), "wrong": saying([0] * len(script))}, hay)
+    got = ev.recall(model, {"right": saying(script), "wrong": saying([0] * len(script))}, hay)
     assert got == {"right": [1.0, 1.0], "wrong": [0.0, 0.0]}
+
+
+def test_facts_say_how_deep_they_lie() -> None:
+    hay = ev.haystack(Letters(), torch.full((600,), ord("x")), keys=5, seed=1, kind="key_value")
+    text = Letters().decode(hay.text[0].tolist())
+    for question, answer, depth in zip(hay.questions, hay.answers, hay.depths, strict=True):
+        asked, value = Letters().decode(question.tolist()), Letters().decode(answer.tolist())
+        fact = asked.strip() + " " + value
+        assert text.count(fact) == 1
+        assert depth == pytest.approx((text.index(fact) + len(fact) + 1) / 600, abs=1e-9)
+    assert sorted(hay.depths) != list(hay.depths) and min(hay.depths) < 0.25 < 0.7 < max(hay.depths)
+
+
+def test_evaluate_is_dense_against_the_compiled_model(model: Any) -> None:
+    """With a budget for everything both paths say the same; with a small one they do not. All numbers are plain data."""
+    import json
+
+    texts = torch.randint(1, 128, (2, 400))
+    profile = calibrated(model, "int4")
+    task = Task("abcd" * 20, ("efgh",), "f1", 5, chat=False)
+
+    class Tokens(Letters):
+        eos_token_id = -1
+
+        def __call__(self, text: str, **kwargs: Any) -> dict[str, Any]:
+            ids = [ord(c) for c in text]
+            return {"input_ids": torch.tensor([ids]) if kwargs.get("return_tensors") else ids}
+
+        def decode(self, ids: list[int], **kwargs: Any) -> str:
+            return super().decode(ids)
+
+    how: dict[str, Any] = {"n_sink": 2, "n_recent": 4, "dense_below": 0, "inner": "eager"}
+    found = ev.evaluate(model, Tokens(), profile, texts, last=12, keys=3, tasks=[task], n_fac=24, **how)
+    json.dumps(found, allow_nan=False)
+    assert found["perplexity"]["dense"]["kl_to_dense"] == 0
+    assert found["perplexity"]["sparse"]["kl_to_dense"] > 1e-4
+    by_hand = [
+        -model(text[None, :-1]).logits[0, -12:].log_softmax(-1).gather(1, text[-12:, None]).mean() for text in texts
+    ]
+    assert found["perplexity"]["dense"]["nll"] == pytest.approx(float(torch.stack(by_hand).mean()), rel=1e-4)
+    for kind in ("passkey", "key_value"):
+        rows = found[kind]["400"]
+        assert rows["dense"]["keys"] == rows["sparse"]["keys"] == 6
+        assert [x is None for x in rows["dense"]["by_depth"]] == [x is None for x in rows["sparse"]["by_depth"]]
+    assert found["tasks"]["dense"]["number"] == 1
+    torch._dynamo.reset()
+    said = ev.answer(model, Tokens(), step_of(model.forward), task)
+    ids = model.generate(Tokens()(task.prompt, return_tensors="pt")["input_ids"], max_new_tokens=5, do_sample=False)
+    assert [ord(c) for c in said] == ids[0, len(task.prompt) :].tolist()
+    with pytest.raises(ValueError, match="last"):
+        ev.perplexity(model, {"dense": step_of(model.forward)}, texts, 400)

@@ -13,9 +13,8 @@ import fasa_compile
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
-import run_quality
 import smollm2 as helper
-from teacher_forced import Step, step_of
+from fasa_compile.evaluation import Step, perplexity, retrieval, step_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.inductor]
 
@@ -45,7 +44,7 @@ def test_perplexity_at_4k(smollm2: SimpleNamespace, texts: torch.Tensor, profile
     last = 96
     fasa_compile.reset_stats()
     both = paths(smollm2.model, profile)
-    result = run_quality.evaluate(smollm2.model, both, texts[1:], last)
+    result = perplexity(smollm2.model, both, texts[1:], last)
     stats = fasa_compile.stats()
     assert stats["sites"] == stats["rewritten_sites"] == layers == 30 and not stats["declined"]
     assert stats["sparse_steps"] == 3 * last and stats["dense_steps"] == 0
@@ -58,7 +57,7 @@ def test_perplexity_at_4k(smollm2: SimpleNamespace, texts: torch.Tensor, profile
 @pytest.mark.timeout(1200)
 def test_retrieval_at_3k(smollm2: SimpleNamespace, texts: torch.Tensor, profile: Any) -> None:
     both = paths(smollm2.model, profile)
-    found = run_quality.retrieve(smollm2.model, smollm2.tokenizer, both, texts[1:2, :3072], keys=4)
+    found = retrieval(smollm2.model, smollm2.tokenizer, both, texts[1:2, :3072], keys=4)
     assert fasa_compile.stats()["sparse_steps"] > 0
     assert found["dense"]["digits"] >= 0.7  # else the question is too hard for the model and shows nothing
     assert found["compiled"]["digits"] >= found["dense"]["digits"] - 0.1
