@@ -12,6 +12,7 @@ import string
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,9 @@ def load(path: str | Path, kind: str) -> list[Task]:
 
 def hub(kind: str, configuration: str | None = None) -> list[Task]:
     """Tasks of the data set on the hub that ``SETS`` names; LongBench in ``configuration``. Raises ``ImportError`` without ``datasets``."""
-    from datasets import load_dataset
-
+    datasets = import_module("datasets")  # by name: it is no dependency of this package
     name, usual, split, _ = SETS[_known(kind)]
-    rows = load_dataset(name, configuration or usual, split=split)
+    rows = datasets.load_dataset(name, configuration or usual, split=split)
     return _tasks(((f"{name}[{i}]", row) for i, row in enumerate(rows)), kind)
 
 

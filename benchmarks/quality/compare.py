@@ -310,6 +310,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--last", type=int, default=512)
     parser.add_argument("--each", type=int, default=2, help="stretches of each kind of text")
     parser.add_argument("--n-fac", type=int, nargs="+", default=[128, 256])
+    parser.add_argument("--methods", nargs="+", help="only these, beside dense and ours")
     parser.add_argument("--n-sink", type=int)
     parser.add_argument("--n-recent", type=int)
     parser.add_argument("--passkeys", type=int, default=200, help="questions at 2k and again at 4k; 0 leaves them out")
@@ -357,13 +358,20 @@ def main(argv: list[str] | None = None) -> None:
         "versions": versions(),
         "budgets": {},
     }
+    out = args.out or ROOT / "benchmarks" / "results" / f"compare-{name}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+
+    def save() -> None:  # as it goes: what was measured stays, whatever comes after it
+        out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
     with one_pass.harness(model) as h:
         found = clock("statistics", lambda: Calibrated(h, profile, calibration[0].to(args.device)))
         for n_fac in args.n_fac:
             budget = profile.budget.replace(n_fac=n_fac, **given)
             compared = clock("methods", lambda b=budget: methods(profile, b, found))
-            if n_fac != args.n_fac[0]:
-                compared = {name: compared[name] for name in SHORT}
+            if args.methods or n_fac != args.n_fac[0]:
+                chosen = ("dense", OURS, *(args.methods or SHORT[2:]))
+                compared = {name: method for name, method in compared.items() if name in chosen}
             scores, lost = clock("evaluate", lambda c=compared: evaluate(h, texts, args.last, c))
             print(f"budget {n_fac}\n{table(scores)}", flush=True)
             entry: dict[str, Any] = {
@@ -372,8 +380,10 @@ def main(argv: list[str] | None = None) -> None:
                 "methods": scores,
                 "lost": lost,
             }
+            record["budgets"][str(n_fac)] = entry
+            save()
             if args.passkeys and n_fac == args.n_fac[0]:
-                few = {name: compared[name] for name in SHORT}
+                few = {name: compared[name] for name in SHORT if name in compared}
                 for length in (2048, 4096):
                     filler = [t[:length] for t in texts["fiction"]]
                     found_digits = clock(
@@ -382,10 +392,7 @@ def main(argv: list[str] | None = None) -> None:
                     for method, d in found_digits.items():
                         print(f"  {method:44s} {d['digits']:.3f}  {d['below_dense']:+.3f} below dense")
                     entry[f"pass_keys_{length}"] = found_digits
-            record["budgets"][str(n_fac)] = entry
-    out = args.out or ROOT / "benchmarks" / "results" / f"compare-{name}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+                    save()
     print(f"record: {out}")
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -60,3 +62,18 @@ def test_other_rows_are_refused_by_line(tmp_path: Path) -> None:
         tasks.load(write(tmp_path, "{"), "math500")
     with pytest.raises(ValueError, match="longbench, math500, aime24"):
         tasks.load(write(tmp_path, MATH), "gsm8k")
+
+
+def test_the_hub_is_asked_for_the_named_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def load_dataset(name: str, configuration: str | None, split: str) -> list[dict[str, object]]:
+        asked.append((name, configuration, split))
+        return [LONG]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert tasks.hub("longbench", "qasper") == tasks.hub("longbench")
+    assert asked == [("THUDM/LongBench", "qasper", "test"), ("THUDM/LongBench", "hotpotqa", "test")]
+    with pytest.raises(ValueError, match=r"HuggingFaceH4/MATH-500\[0\]: expected the keys problem, answer"):
+        monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *a, **k: [LONG]))
+        tasks.hub("math500")
