@@ -42,6 +42,10 @@ class Driver:
         """Views of each layer's live keys and values, ``[B, Hkv, L, *]``; without them no check writes into a cache."""
         return []
 
+    def host_cache(self, model: nn.Module, rows: int) -> Any:
+        """An empty static cache whose K and V lie in host memory (``fasa_compile.offloaded_cache``); None where there is none."""
+        return None
+
     def crop(self, model: nn.Module, cache: Any, length: int) -> None:
         """Have the cache hold its first ``length`` tokens only. Nothing to do where ``start`` says it all."""
 
@@ -75,6 +79,11 @@ class TransformersDriver(Driver):
             given["position_ids"] = (keep.long().cumsum(1) - 1).clamp(min=0)[:, start:].clone()
         logits: Tensor = step(input_ids=ids.clone(), past_key_values=cache, **given).logits
         return logits
+
+    def host_cache(self, model: nn.Module, rows: int) -> Any:
+        from fasa_compile.static_cache import FasaStaticCache
+
+        return FasaStaticCache(self.config, max_cache_len=self.length)
 
     def keys_values(self, model: nn.Module, cache: Any) -> list[tuple[Tensor, Tensor]]:
         return [(layer.keys, layer.values) for layer in cache.layers if getattr(layer, "keys", None) is not None]

@@ -93,8 +93,8 @@ def random_profile(
 class Compiled:
     """A model under ``torch.compile`` with the backend. ``runtimes``: those of its decode graphs so far."""
 
-    def __init__(self, model: nn.Module, profile: FCProfile | str, inner: Any, budget: dict[str, int]) -> None:
-        self.backend = fasa_backend(profile, inner=inner, check_weights=False, **budget)  # type: ignore[arg-type]
+    def __init__(self, model: nn.Module, profile: FCProfile | str, inner: Any, how: dict[str, Any]) -> None:
+        self.backend = fasa_backend(profile, inner=inner, check_weights=False, **how)
         self.runtimes: list[Runtime] = []
 
         def keep(gm: Any, example_inputs: Any) -> Any:
@@ -154,9 +154,9 @@ class Subject:
             sites, Budget(**trial.budget), trial.fc_format, trial.reduction, trial.share, trial.seed
         )  # fmt: skip
 
-    def compiled(self, profile: FCProfile | str, budget: dict[str, int], model: nn.Module | None = None) -> Compiled:
-        """A model (by default this one) under a fresh ``torch.compile``."""
-        return Compiled(model or self.model, profile, self.inner, budget)
+    def compiled(self, profile: FCProfile | str, how: dict[str, Any], model: nn.Module | None = None) -> Compiled:
+        """A model (by default this one) under a fresh ``torch.compile``; ``how``: a budget, and other arguments of the backend."""
+        return Compiled(model or self.model, profile, self.inner, how)
 
     def tokens(self, trial: Trial) -> Tensor:
         return tokens(self.driver, trial.rows, trial.context, trial.seed)
@@ -169,6 +169,7 @@ class Subject:
         ids: Tensor | None = None,
         *,
         keep: Tensor | None = None,
+        cache: Any = None,
         model: nn.Module | None = None,
         anew: bool = False,
         each: Callable[[int, Any], None] | None = None,
@@ -182,7 +183,8 @@ class Subject:
         def kept(stop: int) -> Tensor | None:
             return None if keep is None else keep[:, :stop]
 
-        cache = self.driver.new_cache(model, trial.kind, ids.shape[0])
+        if cache is None:
+            cache = self.driver.new_cache(model, trial.kind, ids.shape[0])
         self.driver.call(model, ids[:, :first], 0, cache, kept(first))
         out = []
         with many_graphs(), warnings.catch_warnings():
@@ -365,6 +367,21 @@ def check_permutation(subject: Subject, trial: Trial) -> None:
     near(subject.decode(compiled, trial, each=permute), subject.decode(compiled, trial), "permuted cached tokens")
 
 
+def check_host_memory(subject: Subject, trial: Trial) -> None:
+    """With K and V in host memory (``offload="cpu"``) the logits are those with K and V on the device, bit for bit."""
+    cache = subject.driver.host_cache(subject.model, trial.rows) if trial.kind == "static" else None
+    profile = subject.profile(trial)
+    if cache is None or profile == "all":
+        raise NotApplicable("the driver has no cache in host memory, or the profile no packed FC cache")
+    expected = subject.decode(subject.compiled(profile, trial.budget), trial)
+    torch._dynamo.reset()
+    compiled = subject.compiled(profile, {**trial.budget, "offload": "cpu"})
+    got = subject.decode(compiled, trial, cache=cache)
+    if not any(d.hot is not None for d in compiled.decisions):
+        raise NotApplicable("no site keeps a hot buffer: its packed FC cache is not kept")
+    equal(got, expected, "K and V in host memory")
+
+
 def check_gradients(subject: Subject, trial: Trial) -> None:
     """In training mode, and with gradients recorded, loss and gradients are the uncompiled model's, and nothing runs sparsely.
 
@@ -420,5 +437,6 @@ MODEL_CHECKS: dict[str, Callable[[Subject, Trial], None]] = {
     "neighbours": check_neighbours,
     "padding": check_padding,
     "permutation": check_permutation,
+    "host memory": check_host_memory,
     "gradients": check_gradients,
 }

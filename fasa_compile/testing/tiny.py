@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fasa_compile.offload import offloaded_cache
 from fasa_compile.testing.drivers import Driver
 
 ROPES = ("half-split", "halves", "reversed", "interleaved", "complex", "first dims", "last dims", "scaled")
@@ -223,6 +224,16 @@ class TinyDriver(Driver):
 
     def new_cache(self, model: nn.Module, kind: str, rows: int) -> TinyCache:
         return TinyCache(self.spec, rows)
+
+    def host_cache(self, model: nn.Module, rows: int) -> TinyCache | None:
+        spec = self.spec
+        if spec.kind != "static" or spec.cache == "tokens first":
+            return None
+        cache = TinyCache(spec, rows)
+        shape = (rows, spec.Hkv, spec.length, spec.D)
+        for i in range(spec.layers):
+            cache.k[i], cache.v[i] = offloaded_cache(shape, spec.dtype, "cpu", v_dim=spec.Dv)
+        return cache
 
     def call(self, step: nn.Module, ids: Tensor, start: int, cache: TinyCache, keep: Tensor | None = None) -> Tensor:
         slots = torch.arange(start, start + ids.shape[1])

@@ -34,10 +34,10 @@ def emitted(change: Callable[[list[Any], dict[str, Any]], None]) -> Callable[[py
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         whole = rewrite._Kernels.sparse_decode
 
-        def sparse_decode(self: Any, arguments: Any, slots: Any, hint: Any, **how: Any) -> Any:
+        def sparse_decode(self: Any, arguments: Any, slots: Any, *state: Any, **how: Any) -> Any:
             given, named = list(arguments), {"slots": slots, **how}
             change(given, named)
-            return whole(self, tuple(given), named.pop("slots"), hint, **named)
+            return whole(self, tuple(given), named.pop("slots"), *state, **named)
 
         monkeypatch.setattr(rewrite._Kernels, "sparse_decode", sparse_decode)
 
@@ -70,6 +70,16 @@ def blind_to_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "_records_gradients", lambda example_inputs: False)
 
 
+def rows_fetched_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = reference.rows_through_
+
+    def rows_through_(*args: Any) -> tuple[Tensor, Tensor]:
+        k, v = whole(*args)
+        return k, v.roll(1, 2)
+
+    monkeypatch.setattr(reference, "rows_through_", rows_through_)
+
+
 def first_by_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = reference.mask_bounds
     monkeypatch.setattr(
@@ -90,6 +100,7 @@ FAULTS: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = [
     ("neighbours", "rows mixed", computed(lambda out, v: out + 0.1 * out.roll(1, 0))),
     ("padding", "first tokens by slot", first_by_slot),
     ("permutation", "weight by slot", computed(lambda out, v: out + 0.01 * v[..., :1, :].repeat_interleave(2, 1))),
+    ("host memory", "values of other tokens", rows_fetched_wrongly),
     ("gradients", "sparse while training", blind_to_gradients),
 ]
 
