@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("hypothesis")
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fasa_compile.testing import step_checks, strategies
@@ -15,11 +15,16 @@ from fasa_compile.testing.steps import make_case
 from fasa_compile.triton_kernels import ops, reference
 
 STEP = examples("step")
+#: More tokens are forced than there are.
+FORCED = strategies.Step(
+    0, (("fmt", "fp32"), ("B", 1), ("Hkv", 1), ("G", 1), ("L", 1), ("D", 2), ("W", 2), ("n_fac", 9), ("n_sink", 4), ("n_recent", 5))
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", step_checks.STEP_CHECKS)
 @STEP
 @given(step=strategies.steps(), seed=strategies.seeds)
+@example(step=FORCED, seed=0)
 def test_a_step(name: str, step: strategies.Step, seed: int) -> None:
     step_checks.STEP_CHECKS[name](step.case(), seed, reference)
 
