@@ -111,6 +111,13 @@ mutants: $(VENV)/dev.stamp ## breaks the package in more than 200 ways and shows
 test-gpu: ## the tests that need a CUDA device, with $(PYTHON) as it is
 	$(call bounded,bash -c '. tests/gpu/path.sh && exec $(PYTHON) -P -m pytest -q -m gpu tests/gpu $(PYTEST_ARGS)')
 
+# --- documentation -----------------------------------------------------------------------------------------------------
+
+.PHONY: docs
+docs: $(VENV)/docs.stamp ## the pages of docs/ as a site in build/site
+	@$(BIN)/python -m mkdocs build --quiet
+	@echo "build/site/index.html"
+
 # --- the demo ----------------------------------------------------------------------------------------------------------
 
 .PHONY: demo clean
