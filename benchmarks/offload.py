@@ -338,7 +338,7 @@ def worker(case: str, lock: str, layers: int, soak: int, out: Path) -> None:
         out.write_text(json.dumps(row))
 
 
-def step(cases: list[str], layers: int, soak: int, limit: float) -> list[dict[str, Any]]:
+def step(cases: list[str], layers: int, soak: int, limit: float, lock: str | None) -> list[dict[str, Any]]:
     """Every case in a process of its own, all at a time: they compile together and take turns on the card."""
     began = time.monotonic()
     rows = []
@@ -347,7 +347,7 @@ def step(cases: list[str], layers: int, soak: int, limit: float) -> list[dict[st
         for i, case in enumerate(cases):
             out = Path(folder) / f"{i}.json"
             command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), __file__, "step", "--worker", case]
-            command += ["--lock", f"{folder}/lock", "--layers", str(layers), "--out", str(out)]
+            command += ["--lock", lock or f"{folder}/lock", "--layers", str(layers), "--out", str(out)]
             command += ["--soak", str(soak if i < 2 else 0)]
             running.append((case, out, subprocess.Popen(command)))
         for case, out, process in running:
@@ -408,7 +408,17 @@ def memory(formats: list[str], lengths: list[int], hots: list[int]) -> list[dict
     return rows
 
 
-def long(length: int, prefill: int, chunk: int, layers: int, hot: int | None, fmt: str, n_tip: int) -> dict[str, Any]:
+def long(
+    length: int,
+    prefill: int,
+    chunk: int,
+    layers: int,
+    hot: int | None,
+    fmt: str,
+    n_tip: int,
+    turn: decode.Turn,
+    save: Any,
+) -> None:
     """A context whose K and V do not fit the card: dense runs out of memory; here, prefill in chunks, the rest of the context
     injected as random K and V, and decode."""
     from transformers import StaticCache
@@ -426,11 +436,10 @@ def long(length: int, prefill: int, chunk: int, layers: int, hot: int | None, fm
     dense = None
     gc.collect()
     torch.cuda.empty_cache()
-    print(row, flush=True)
-    torch.cuda.reset_peak_memory_stats()
+    save(row)
     run = Steps(model, 1, length, True, hot, fmt, n_tip)
     row["seconds_to_allocate"] = run.seconds_to_allocate
-    print(row, flush=True)
+    save(row)
     decode.rewind(run.cache, 0)
     ids = torch.randint(0, 128256, (1, prefill), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     base = torch.cuda.memory_allocated()
@@ -441,20 +450,25 @@ def long(length: int, prefill: int, chunk: int, layers: int, hot: int | None, fm
             for part in ids.split(chunk, dim=1):
                 model(part, past_key_values=run.cache, logits_to_keep=1)
 
-    row |= {"prefilled": prefill, "chunk": chunk, "prefill_seconds": seconds(fill)}
+    turn.take()
+    row |= {"prefilled": prefill, "injected": length - prefill, "chunk": chunk, "prefill_seconds": seconds(fill)}
     row["prefill_bytes_on_the_card"] = torch.cuda.max_memory_allocated() - base
-    row["injected"] = length - prefill
-    print(row, flush=True)
+    turn.leave()
+    torch.cuda.empty_cache()
+    save(row)
     run.rewind(200)
     begin = time.perf_counter()
+    run.step(0.9)
+    torch.cuda.synchronize()
+    row["seconds_first_step"] = time.perf_counter() - begin
+    turn.take()
     for _ in range(4):
         run.step(0.9)
-    torch.cuda.synchronize()
-    row["seconds_first_steps"] = time.perf_counter() - begin
     row["kept_bytes"], row["dense_bytes"] = run.kept_bytes(), length * layers * HKV * 4 * D
     row["timed"] = [run.timed(like) for like in (0.99, 0.95, 0.9, 0.8, 0.0)]
-    row["explain"] = str(run.backend.explain()).splitlines()[-3:]
-    return row
+    row["explain"] = str(run.backend.explain()).splitlines()[-4:]
+    turn.leave()
+    save(row)
 
 
 # ---- the record -------------------------------------------------------------------------------------------------------
@@ -492,7 +506,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=4096, help="of the prefill")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--lock", help=argparse.SUPPRESS)
+    parser.add_argument("--lock", help="a file held by whoever times, where step and long run side by side")
     parser.add_argument("--out", type=Path, help="write the record here (JSON)")
     options = parser.parse_args()
     if options.part == "link":
@@ -507,7 +521,7 @@ def main() -> None:
         if options.worker:
             return worker(options.worker, options.lock, options.layers, options.soak, options.out)
         cases = options.case or ["1x32768:card", "1x32768:host"]
-        add(options.out, "step", step(cases, options.layers, options.soak, options.limit))
+        add(options.out, "step", step(cases, options.layers, options.soak, options.limit, options.lock))
     elif options.part == "memory":
         formats = options.format or ["bf16-8", "bf16-12", "fp8-8", "fp8-12", "int4-32"]
         add(options.out, "memory", memory(formats, options.length or [32768, 131072], options.hot or [1024, 1536]))
@@ -516,8 +530,12 @@ def main() -> None:
         (length,) = options.length or [524288]
         hot = options.hot[0] if options.hot else None
         fmt, n_tip = name.split("-")
-        row = long(length, options.prefill, options.chunk, options.layers, hot, fmt, int(n_tip))
-        add(options.out, "long", row)
+        with tempfile.NamedTemporaryFile() as file:
+            turn = decode.Turn(options.lock or file.name)
+            long(
+                length, options.prefill, options.chunk, options.layers, hot, fmt, int(n_tip), turn,
+                lambda row: add(options.out, "long", row),
+            )  # fmt: skip
 
 
 if __name__ == "__main__":
