@@ -330,6 +330,7 @@ def worker(case: str, lock: str, layers: int, soak: int, out: Path) -> None:
     row["timed"] = [run.timed(like) for like in (0.99, 0.95, 0.9, 0.8, 0.0)]
     row["skips"] = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
     turn.leave()
+    print(json.dumps(row), flush=True)
     out.write_text(json.dumps(row))
     if soak:
         turn.take()
@@ -362,8 +363,6 @@ def step(cases: list[str], layers: int, soak: int, limit: float, lock: str | Non
     digests = [s.pop("digests") for s in soaks]
     if len(digests) == 2:
         rows[0]["soak"]["steps_equal"] = sum(a == b for a, b in zip(*digests, strict=True))
-    for row in rows:
-        print(json.dumps(row), flush=True)
     return rows
 
 
