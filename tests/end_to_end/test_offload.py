@@ -26,7 +26,7 @@ from fasa_compile import offload as module
 from fasa_compile.errors import BudgetError
 
 IDS = torch.randint(0, 512, (2, 80), generator=torch.Generator().manual_seed(3))
-STEPS = 16
+STEPS = 12
 
 
 def host_cache(model, length=128):
@@ -89,8 +89,8 @@ def outside(cache, i):
 
 @pytest.mark.parametrize("event", [2, 4, 6, 8])
 def test_a_hot_row_is_never_stale(event):
-    model = tiny_llama(2)
-    profile = llama_profile(2, fc_format="int4")
+    model = tiny_llama(1)
+    profile = llama_profile(1, fc_format="int4")
     outcomes = []
     for how, cache in (({}, cache_for(model, "static")), ({"offload": "cpu"}, host_cache(model))):
         step = compiled(model, profile, **how)
@@ -100,8 +100,8 @@ def test_a_hot_row_is_never_stale(event):
 
 
 def test_reset_new_prompt_and_two_caches_in_turn():
-    model = tiny_llama(2)
-    profile = llama_profile(2, fc_format="int4")
+    model = tiny_llama(1)
+    profile = llama_profile(1, fc_format="int4")
     plain = compiled(model, profile)
     expected = [decode(model, plain, ids, cache_for(model, "static"), 8) for ids in (IDS, IDS.flip(1))]
     step = compiled(model, profile, offload="cpu")
@@ -110,7 +110,7 @@ def test_reset_new_prompt_and_two_caches_in_turn():
         for cache in (first, second):
             assert torch.equal(decode(model, step, ids, cache, 8), want)
             cache.reset()
-            assert not cache.layers[0].keys.any() and not cache.layers[1].values.any()
+            assert not cache.layers[0].keys.any() and not cache.layers[0].values.any()
 
 
 def test_prefill_in_chunks_is_prefill():
@@ -125,8 +125,8 @@ def test_prefill_in_chunks_is_prefill():
 
 
 def test_generate_takes_the_cache():
-    model = tiny_llama(2)
-    profile = llama_profile(2, fc_format="int4")
+    model = tiny_llama(1)
+    profile = llama_profile(1, fc_format="int4")
     model.generation_config.eos_token_id = None
     found = []
     whole = model.forward
