@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,8 +25,8 @@ from fasa_compile.errors import OffloadError
 _MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 _HUGE = 1 << 21
 
-_lock = threading.Lock()
-_blocks: dict[int, weakref.ref[HostRows]] = {}  # by first address
+_blocks: weakref.WeakValueDictionary[int, HostRows] = weakref.WeakValueDictionary()  # by first address
+_waiting: list[tuple[torch.Tensor, torch.device]] = []  # memory to unpin when no CUDA graph is being captured
 
 
 class HostRows:
@@ -60,8 +59,7 @@ class HostRows:
             done.atexit = False
         self.rows = self._all[: self.bytes].view(dtype).view(B, Hkv, L, D + v_dim)
         self.values: weakref.ref[torch.Tensor] | None = None
-        with _lock:
-            _blocks[self.address] = weakref.ref(self, _forget(self.address))
+        _blocks[self.address] = self
 
     def part(self, first: int, width: int) -> torch.Tensor:
         """Columns ``[first, first + width)`` of the rows as a tensor of the device, with a storage of its own: to PyTorch, K and V
@@ -100,16 +98,6 @@ class _Window:
         return made
 
 
-def _forget(address: int) -> Any:
-    def drop(_: Any) -> None:
-        with _lock:
-            found = _blocks.get(address)
-            if found is not None and found() is None:
-                del _blocks[address]
-
-    return drop
-
-
 def _pin(memory: torch.Tensor, device: torch.device) -> None:
     with torch.cuda.device(device):
         error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), _MAPPED)
@@ -121,9 +109,15 @@ def _pin(memory: torch.Tensor, device: torch.device) -> None:
 
 
 def _unpin(memory: torch.Tensor, device: torch.device) -> None:
-    torch.cuda.synchronize(device)
-    with torch.cuda.device(device):
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+    """Unpins this and whatever waits. Waiting for the device would break a capture that happens to run: then it is put off."""
+    _waiting.append((memory, device))
+    if torch.cuda.is_current_stream_capturing():
+        return
+    while _waiting:
+        memory, device = _waiting.pop()
+        torch.cuda.synchronize(device)
+        with torch.cuda.device(device):
+            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def rows_of(tensor: torch.Tensor) -> HostRows | None:
@@ -134,9 +128,7 @@ def rows_of(tensor: torch.Tensor) -> HostRows | None:
         address = tensor.data_ptr()
     except RuntimeError:  # a fake tensor has none
         return None
-    with _lock:
-        found = [block for reference in _blocks.values() if (block := reference()) is not None]
-    return next((b for b in found if b.address <= address < b.end), None)
+    return next((b for b in list(_blocks.values()) if b.address <= address < b.end), None)
 
 
 def offloaded_cache(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 
 import pytest
@@ -206,6 +207,25 @@ def test_nothing_is_left_of_a_hundred_caches():
     assert len(module._blocks) == before
     # Ninety caches of 16 MiB would be 1.4 GiB.
     assert resident[1] - resident[0] < 64 << 20
+
+
+def test_nothing_is_unpinned_while_a_graph_is_captured(monkeypatch):
+    """A cache may die during a capture, which waiting for the device would break: its memory is unpinned with the next one's."""
+    freed, capturing = [], True
+
+    class Runtime:
+        cudaHostUnregister = freed.append
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime)
+    first, second = torch.zeros(8), torch.zeros(8)
+    module._unpin(first, torch.device("cuda", 0))
+    assert freed == []
+    capturing = False
+    module._unpin(second, torch.device("cuda", 0))
+    assert sorted(freed) == sorted([first.data_ptr(), second.data_ptr()]) and not module._waiting
 
 
 def test_host_memory_that_is_not_there(monkeypatch):
