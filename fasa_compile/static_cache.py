@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ class HostStaticLayer(StaticLayer):
 
     cumulative_length: torch.Tensor
     is_initialized: bool
-    siblings: tuple[HostStaticLayer, ...] = ()  # all layers of the cache that lie in host memory
+    # All layers of the cache that lie in host memory. Weak: a cycle would keep the memory until the garbage collector runs.
+    siblings: tuple[weakref.ref[HostStaticLayer], ...] = ()
 
     @torch.compiler.disable
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -27,7 +29,8 @@ class HostStaticLayer(StaticLayer):
         Dv, dtype = value_states.shape[-1], key_states.dtype
         self.dtype, self.device, self.batch_size, self.num_heads = dtype, key_states.device, B, Hkv
         self.k_head_dim, self.v_head_dim = D, Dv
-        waiting = sum(not layer.is_initialized for layer in self.siblings)
+        layers = (reference() for reference in self.siblings)
+        waiting = sum(layer is not None and not layer.is_initialized for layer in layers)
         size = B * Hkv * self.max_cache_len * (D + Dv) * dtype.itemsize
         check_host(size * waiting, f"the KV cache of {waiting} layers, {B} x {self.max_cache_len} tokens,")
         self.keys, self.values = offloaded_cache((B, Hkv, self.max_cache_len, D), dtype, self.device, v_dim=Dv)
@@ -76,9 +79,9 @@ class FasaStaticCache(StaticCache):
         super().__init__(config=config, max_cache_len=max_cache_len, **kwargs)
         # Exactly StaticLayer: its subclasses keep other state.
         self.layers: list[Any] = [HostStaticLayer(max_cache_len) if type(x) is StaticLayer else x for x in self.layers]
-        mine = tuple(x for x in self.layers if isinstance(x, HostStaticLayer))
+        mine = [x for x in self.layers if isinstance(x, HostStaticLayer)]
         for layer in mine:
-            layer.siblings = mine
+            layer.siblings = tuple(map(weakref.ref, mine))
 
     def host_bytes(self) -> int:
         """Bytes of host memory that K and V take so far."""

@@ -209,6 +209,22 @@ def test_nothing_is_left_of_a_hundred_caches():
     assert resident[1] - resident[0] < 64 << 20
 
 
+def test_memory_goes_with_the_cache_and_does_not_wait_for_the_collector():
+    model = tiny_llama(2)
+    gc.collect()
+    before = len(module._blocks)
+    gc.disable()
+    try:
+        cache = host_cache(model)
+        with torch.no_grad():
+            model(IDS[:, :4], past_key_values=cache)
+        assert len(module._blocks) == before + 2
+        del cache
+        assert len(module._blocks) == before
+    finally:
+        gc.enable()
+
+
 def test_nothing_is_unpinned_while_a_graph_is_captured(monkeypatch):
     """A cache may die during a capture, which waiting for the device would break: its memory is unpinned with the next one's."""
     freed, capturing = [], True
