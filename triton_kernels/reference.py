@@ -22,7 +22,8 @@ def pack(k: Tensor, dims: Tensor, centre: Tensor, spread: Tensor, fmt: str) -> t
     ``k [B, Hkv, T, D]`` (post-RoPE, any floating dtype and strides), ``dims [Hkv, W]`` integer indices into D, ``centre``
     and ``spread [Hkv, W]`` fp32. Returns ``(data, meta)`` as ``formats.fc_cache_spec(B, Hkv, T, W, fmt)`` says. Uses only
     IEEE elementwise operations, min and max, so that a row's bytes depend on that row alone and on nothing that a compiler
-    may reorder. NaN is stored as 0 and values beyond the format's range are clamped.
+    may reorder. (Eager PyTorch on CUDA divides by a number as it multiplies with its inverse: there a scale of int8 or int4 may come
+    out one unit off, so compare bytes with those made on a CPU.) NaN is stored as 0 and values beyond the format's range are clamped.
     """
     B, Hkv, T, _ = k.shape
     index = dims.long()[None, :, None, :].expand(B, Hkv, T, dims.shape[1])
