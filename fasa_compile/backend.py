@@ -198,7 +198,16 @@ class FasaBackend:
     transformers deep-copies the backend it is given; a copy that counted and reported on its own would hide what happened.
     """
 
-    def __init__(self, policy: Policy, inner: Inner, strict: bool, check_weights: bool, audit: int = 0) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        inner: Inner,
+        strict: bool,
+        check_weights: bool,
+        audit: int = 0,
+        allow_no_rope: bool = False,
+    ) -> None:
+        self.allow_no_rope = allow_no_rope
         self.__name__ = "fasa"
         self.audit = audit
         self.policy = policy
@@ -277,7 +286,7 @@ class FasaBackend:
         """The shadow, the plan, and what checks the weights again later."""
         try:
             shadow = capture(gm, example_inputs)
-            sites = match(shadow, prove=self.policy.profile is not None)
+            sites = match(shadow, prove=self.policy.profile is not None, no_rope=self.allow_no_rope)
         except Exception as problem:
             return None, self._untraced(gm, problem), None
         sites = [_without_aliases(site, shadow) for site in sites]
@@ -484,6 +493,7 @@ def fasa_backend(
     audit: int = 0,
     offload: Literal["cpu"] | None = None,
     hot_tokens: int | None = None,
+    allow_no_rope: bool = False,
 ) -> FasaBackend:
     """A backend for ``torch.compile`` that makes RoPE attention decode sparsely.
 
@@ -498,6 +508,8 @@ def fasa_backend(
     prompt if they have been written since). ``audit=n``: on every n-th decode step measure, on the device and without waiting for
     it, the attention mass that the selection lost (one KV head of every fourth layer, in turn); ``stats()["lost_mass"]`` has the
     means by layer. For sites whose packed FC cache is kept (static caches); steps inside a CUDA graph that you capture are not seen.
+    ``allow_no_rope``: also make attention without a rotary embedding sparse (ALiBi, learned positions, none), scored by single dims
+    and by what its mask adds; the profile must have been calibrated with it.
 
     ``offload="cpu"``: for K and V in host memory (``FasaStaticCache``, ``offloaded_cache``): the selected rows are read through a hot
     buffer of ``hot_tokens`` tokens per KV head on the GPU (default: half as many again as ``n_fac``; 0: none).
@@ -521,7 +533,7 @@ def fasa_backend(
     if not isinstance(audit, int) or isinstance(audit, bool) or audit < 0:
         raise TypeError(f"audit: expected a number of steps >= 1, or 0 for none, found {audit!r}")
     policy.budget_for(None)  # an impossible budget is an error now, not at the first graph
-    return FasaBackend(policy, inner, strict, check_weights, audit)
+    return FasaBackend(policy, inner, strict, check_weights, audit, allow_no_rope)
 
 
 def fasa(

@@ -26,8 +26,9 @@ from fasa_compile.sites import AttentionSite, NoMatch, below
 class _Observer:
     """A ``torch.compile`` backend that runs the graph as it is and shows every matched prefill attention's q and k to a sink."""
 
-    def __init__(self, model: nn.Module, texts: int, show: bool) -> None:
+    def __init__(self, model: nn.Module, texts: int, show: bool, no_rope: bool) -> None:
         self.model = model
+        self.no_rope = no_rope
         self.stats: dict[str, LayerStats] = {}
         self.calls: Counter[str] = Counter()
         self.refused: list[NoMatch] = []
@@ -37,7 +38,7 @@ class _Observer:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         shadow = capture(gm, example_inputs)
-        sites = self._located(match(shadow))
+        sites = self._located(match(shadow, no_rope=self.no_rope))
         self.refused += [s for s in sites if isinstance(s, NoMatch)]
         twin = copy_graph(gm)
         emit = Emitter(shadow, twin)
@@ -73,8 +74,8 @@ class _Observer:
                 if mine is not None:
                     seen = int(_allowed(mine).sum(-1).max())
                     self.windows[site.layer] = max(self.windows.get(site.layer, 0), seen)
-                one_q, one_k = _visible(q[row : row + 1], k[row : row + 1], mine)
-                self.stats[site.layer].update(one_q, one_k, site.scale, None, site.softcap)
+                one_q, one_k, bias = _visible(q[row : row + 1], k[row : row + 1], mine)
+                self.stats[site.layer].update(one_q, one_k, site.scale, None, site.softcap, bias)
         if self.bar is not None:
             self.bar.update()
 
@@ -95,16 +96,22 @@ def _allowed(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
 
 
-def _visible(q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Queries and keys of one sequence without padding and unwritten cache slots: ``[1, Hq, n, D]`` and ``[1, Hkv, n, D]``."""
+def _visible(q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Queries and keys of one sequence without padding and unwritten cache slots, ``[1, Hq, n, D]`` and ``[1, Hkv, n, D]``, and what
+    the mask adds to their scores, ``[1, Hq or 1, n, n]``, or None where that is nothing."""
     T, L = q.shape[2], k.shape[2]
     if mask is None:
-        return q, k[:, :, :L]
+        return q, k[:, :, :L], None
     allowed = _allowed(mask)
     keys = allowed.reshape(-1, allowed.shape[-1]).any(dim=0).expand(L).nonzero().squeeze(-1)
     n = min(len(keys), T)
     queries = keys if T == L else torch.arange(T - n, T, device=q.device)
-    return q.index_select(2, queries), k.index_select(2, keys)
+    chosen = q.index_select(2, queries), k.index_select(2, keys)
+    if mask.dtype == torch.bool:
+        return *chosen, None
+    bias = torch.where(allowed, mask, 0.0).expand(*mask.shape[:-2], T, L)
+    bias = bias.reshape(1, -1, T, L).index_select(2, queries).index_select(3, keys)
+    return *chosen, bias if bool(bias.any()) else None
 
 
 def _forward(model: nn.Module, token_ids: Tensor) -> Any:
@@ -145,6 +152,7 @@ def calibrate(
     budget: Budget | None = None,
     forward: Callable[[nn.Module, Tensor], Any] | None = None,
     progress: bool = True,
+    allow_no_rope: bool = False,
 ) -> FCProfile:
     """Rank the frequency chunks of every attention of ``model`` and make a profile.
 
@@ -155,13 +163,15 @@ def calibrate(
     ``affine``) being preferred to two unless it loses ``SINGLE_PASS_WORTH`` more: ``stats["mass_kept"]`` has each. ``forward(model,
     token_ids)``: how to call a model that does not take ``model(token_ids)``; a prefill of the whole text, with or without a cache.
     Layers that see no more than a window of the text are marked dense: there is nothing to gain, and ``layer.stats["window"]`` says so.
+    ``allow_no_rope``: also rank the single dims of attention without a rotary embedding (ALiBi, learned positions, none), twice as
+    many of them as FCs; a bias that the attention adds to its scores counts in what needs scores.
 
     The model runs once per text, through ``torch.compile`` with a backend that only looks. Raises ``CalibrationError`` when
     no attention with a rotary embedding is found, or q or k hold values that no statistic can be made of.
     """
     texts = _texts(data)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    observer = _Observer(model, len(texts), progress)
+    observer = _Observer(model, len(texts), progress, allow_no_rope)
     call = forward or _forward
     own = model.__dict__.get("forward")
     if own is not None:
@@ -188,7 +198,8 @@ def calibrate(
     if not observer.stats:
         reasons = sorted({f"{s.layer or 'attention'} at {s.source}: {s.reason}" for s in observer.refused})
         found = "; ".join(reasons[:4]) if reasons else "the traced graphs hold no attention"
-        raise CalibrationError(f"nothing to calibrate: no attention with a proven rotary embedding ({found})")
+        also = "" if allow_no_rope else ", and allow_no_rope=True was not given"
+        raise CalibrationError(f"nothing to calibrate: no attention with a proven rotary embedding{also} ({found})")
     unread = sorted({s.layer for s in observer.refused if s.layer and s.reason != "no-rope"} - set(observer.stats))
     if unread:
         because = "; ".join(sorted({f"{s.layer}: {s.reason}" for s in observer.refused if s.layer in unread})[:4])
@@ -199,7 +210,9 @@ def calibrate(
     layers: list[LayerProfile] = []
     kept: list[dict[str, float]] = []
     for name, stats in observer.stats.items():
-        count = n_tip if n_tip is not None else max(1, len(stats.rope.pairs) // 2)
+        count = n_tip if n_tip is not None else max(1, len(stats.rope.chunks) // 2)
+        if not stats.rope.pairs:  # single dims, as many as that number of FCs would have; int4 wants an even number
+            count = min(2 * n_tip, stats.head_dim) if n_tip is not None else max(2, stats.head_dim // 4 * 2)
         made = stats.layer_profile(name, count, method, reduction or "static")
         window = observer.windows.get(name, longest)
         if window < longest:

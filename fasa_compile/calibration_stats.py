@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fasa_compile.errors import CalibrationError
-from fasa_compile.profiles.schema import REDUCTIONS, Budget, LayerProfile, RopeFacts
+from fasa_compile.profiles.schema import REDUCTIONS, Budget, LayerProfile, RopeFacts, dims_of
 
 if TYPE_CHECKING:
     from fasa_compile.sites import Rope
@@ -80,19 +80,29 @@ class _Sample:
     k_at: Tensor  # int64 [nk], ascending
     scale: float
     softcap: float
+    bias: Tensor | None = None  # [Hq or 1, nq, nk]: what the attention adds to the scores (ALiBi), finite
 
     def thinned(self, queries: int, keys: int, generator: torch.Generator) -> _Sample:
         """At most that many queries, evenly spread, and keys, drawn at random after the first ``SINKS``."""
-        q_at, k_at, q, k = self.q_at, self.k_at, self.q, self.k
+        q_at, k_at, q, k, bias = self.q_at, self.k_at, self.q, self.k, self.bias
         if len(q_at) > queries:
             pick = _spread_out(len(q_at), queries).to(q_at.device)
             q_at, q = q_at[pick], q[:, pick].clone()
+            bias = None if bias is None else bias[:, pick]
         if len(k_at) > keys:
             sinks = int((k_at < SINKS).sum())
             drawn = sinks + torch.randperm(len(k_at) - sinks, generator=generator)[: keys - sinks].sort().values
             pick = torch.cat([torch.arange(sinks), drawn]).to(k_at.device)
             k_at, k = k_at[pick], k[:, pick].clone()
-        return replace(self, q=q, k=k, q_at=q_at, k_at=k_at)
+            bias = None if bias is None else bias[:, :, pick]
+        return replace(self, q=q, k=k, q_at=q_at, k_at=k_at, bias=bias)
+
+    def biased(self, scores: Tensor, h: int) -> Tensor:
+        """``scores [..., G, nq, nk]`` of KV head ``h`` with what the attention adds to them."""
+        if self.bias is None:
+            return scores
+        group = self.q.shape[0] // self.k.shape[0]
+        return scores + (self.bias[h * group : (h + 1) * group] if len(self.bias) > 1 else self.bias).float()
 
     def visible(self) -> Tensor:
         """bool ``[nq, nk]``."""
@@ -120,7 +130,7 @@ class _Sample:
 class LayerStats:
     """Statistics of one attention layer over the forwards of a calibration.
 
-    ``rope`` gives the FCs' pairs; ``device`` (with float64) is where the sums live, ``layer`` the name for errors.
+    ``rope`` gives the FCs' dims; ``device`` (with float64) is where the sums live, ``layer`` the name for errors.
     ``update`` takes one forward's queries and keys, ``layer_profile`` makes the result.
     """
 
@@ -160,13 +170,22 @@ class LayerStats:
         return sum(half.n for half in self._halves)
 
     @torch.no_grad()
-    def update(self, q: Tensor, k: Tensor, scale: float, valid: Tensor | None = None, softcap: float = 0.0) -> None:
+    def update(
+        self,
+        q: Tensor,
+        k: Tensor,
+        scale: float,
+        valid: Tensor | None = None,
+        softcap: float = 0.0,
+        bias: Tensor | None = None,
+    ) -> None:
         """Adds one forward of a calibration text.
 
         ``q [B, Hq, T, D]`` and ``k [B, Hkv, L, D]`` are as the attention sees them, after RoPE, in any float dtype; ``k`` holds
         all keys that these queries may see, ``L >= T``: query ``t`` sees the valid keys up to ``L - T + t``. Each key is counted
         once, in the call that brings its query (the last ``T``). ``scale`` multiplies q.k; ``valid`` is bool ``[B, L]``, false
-        on padding; ``softcap`` is the attention's, 0 for none.
+        on padding; ``softcap`` is the attention's, 0 for none; ``bias [B or 1, Hq or 1, T, L]`` is what it adds to the scores that a
+        query may see, finite (ALiBi).
 
         Raises ``CalibrationError`` for other shapes and for NaN or infinite values at a valid position.
         """
@@ -177,11 +196,13 @@ class LayerStats:
             )
         for b in range(q.shape[0]):
             q_row, k_row = q[b], k[b]
+            bias_row = None if bias is None else bias[b if len(bias) > 1 else 0]
             if valid is not None:
                 new = valid[b, k.shape[2] - q.shape[2] :]
                 q_row, k_row = q_row[:, new], k_row[:, valid[b]]
+                bias_row = None if bias_row is None else bias_row[:, new][:, :, valid[b]]
             if q_row.shape[1]:
-                self._add_text(q_row, k_row, float(scale), float(softcap))
+                self._add_text(q_row, k_row, float(scale), float(softcap), bias_row)
 
     def _check_shapes(self, q: Tensor, k: Tensor, valid: Tensor | None) -> None:
         b, t, length, d = q.shape[0], q.shape[-2], k.shape[-2], self.head_dim
@@ -195,7 +216,7 @@ class LayerStats:
                     f"{self.layer}: {name}: expected shape {list(want)}, found {list(x.shape)}. Give every layer its own LayerStats."
                 )
 
-    def _add_text(self, q: Tensor, k: Tensor, scale: float, softcap: float) -> None:
+    def _add_text(self, q: Tensor, k: Tensor, scale: float, softcap: float, bias: Tensor | None) -> None:
         """``q [Hq, T, D]``, ``k [Hkv, L, D]``, all valid: query ``t`` sees the keys up to ``L - T + t``."""
         t, length = q.shape[1], k.shape[1]
         earlier, own = k[:, : length - t], k[:, length - t :]
@@ -211,7 +232,7 @@ class LayerStats:
                 self._check_finite("keys", part.m2)
                 halves[half] = halves[half].merged(part)
         self._halves = halves
-        self._keep_sample(q, k, scale, softcap)
+        self._keep_sample(q, k, scale, softcap, bias)
 
     def _check_finite(self, name: str, x: Tensor) -> None:
         if not bool(x.isfinite().all()):
@@ -226,7 +247,7 @@ class LayerStats:
         m2 = (k64 - mean[:, None]).square().sum(1)
         return _Moments(k.shape[1], mean, m2, q.to(self.device, torch.float64).square().sum(1))
 
-    def _keep_sample(self, q: Tensor, k: Tensor, scale: float, softcap: float) -> None:
+    def _keep_sample(self, q: Tensor, k: Tensor, scale: float, softcap: float, bias: Tensor | None) -> None:
         self._texts += 1
         slot = len(self._samples)
         if slot == MAX_TEXTS:  # reservoir sampling
@@ -244,6 +265,7 @@ class LayerStats:
             k_at=torch.arange(length, device=k.device),
             scale=scale,
             softcap=softcap,
+            bias=None if bias is None else bias[:, pick.to(bias.device)].to(self.device),
         )
         texts = self._samples if slot < len(self._samples) else [*self._samples, sample]
         queries, keys = MAX_QUERIES // len(texts), MAX_KEYS // len(texts)
@@ -284,14 +306,14 @@ class LayerStats:
     def energy(self) -> Tensor:
         """float64 ``[Hkv, n_fc]``: the score variance an FC carries.
 
-        E[q_d^2] Var[k_d], summed over the FC's two dims and over the query group (DESIGN section 2: measured better than the
+        E[q_d^2] Var[k_d], summed over the FC's dims and over the query group (DESIGN section 2: measured better than the
         paper's contextual agreement). Raises ``CalibrationError`` when fewer than 2 tokens were seen.
         """
-        return self._pair_sum(self._dim_energy())
+        return self._chunk_sum(self._dim_energy())
 
-    def _pair_sum(self, per_dim: Tensor) -> Tensor:
-        pairs = torch.tensor(self.rope.pairs, device=per_dim.device)  # [n_fc, 2]
-        return per_dim[:, pairs].sum(-1)
+    def _chunk_sum(self, per_dim: Tensor) -> Tensor:
+        chunks = torch.tensor(self.rope.chunks, device=per_dim.device)  # [n_fc, 1 or 2]
+        return per_dim[:, chunks].sum(-1)
 
     def rank(
         self, method: str = "score_variance", *, top: int = 256, reduction: str = "static", limit: int | None = None
@@ -321,20 +343,20 @@ class LayerStats:
                 f"{self.layer}: expected queries and keys that vary, found none that do in {self.tokens} tokens. Give a longer or"
                 " more varied text, or leave this layer dense."
             )
-        by_energy = _best_first(self._pair_sum(self._dim_energy(half)))
+        by_energy = _best_first(self._chunk_sum(self._dim_energy(half)))
         if method == "score_variance":
             return by_energy
-        centre, pairs = self.key_mean(), self.rope.pairs
+        centre, chunks = self.key_mean(), self.rope.chunks
         thin, texts = torch.Generator().manual_seed(0), len(self._samples)
         if method == "contextual_agreement":
             samples = [_half_of(s.thinned(RANKING_QUERIES, MAX_KEYS, thin), half) for s in self._samples]
-            return _best_first(torch.stack([_agreement(s, centre, pairs, top) for s in samples]).sum(0))
+            return _best_first(torch.stack([_agreement(s, centre, chunks, top) for s in samples]).sum(0))
         samples = [
             _half_of(s.thinned(max(GREEDY_QUERIES // texts, 2), max(GREEDY_KEYS // texts, 2 * SINKS), thin), half)
             for s in self._samples
         ]
-        steps = len(pairs) if limit is None else min(limit, len(pairs))
-        chosen = _greedy(samples, centre, pairs, top, reduction, steps)  # [Hkv, steps]
+        steps = len(chunks) if limit is None else min(limit, len(chunks))
+        chosen = _greedy(samples, centre, chunks, top, reduction, steps)  # [Hkv, steps]
         rest = [
             [f for f in row if f not in set(head)]
             for row, head in zip(by_energy.tolist(), chosen.tolist(), strict=True)
@@ -360,7 +382,7 @@ class LayerStats:
         the second halves of the texts would choose. Raises ``CalibrationError`` as ``rank`` does, and ``ValueError`` for an
         impossible ``n_tip``.
         """
-        n_fc = len(self.rope.pairs)
+        n_fc = len(self.rope.chunks)
         if not 1 <= n_tip <= n_fc:
             raise ValueError(f"{name}: n_tip: expected 1 to {n_fc} FCs per KV head, found {n_tip}")
         fcs = self._rank(method, top, reduction, n_tip, None)[:, :n_tip].sort(1).values
@@ -369,8 +391,7 @@ class LayerStats:
         energy, all_dims = self.energy(), self._dim_energy().sum(1)
         kept, rotated = energy.gather(1, fcs).sum(1), energy.sum(1)
         centre = self.key_mean().float().cpu()
-        pairs = torch.tensor(self.rope.pairs, device=fcs.device)
-        dims = torch.cat([pairs[:, 0][fcs], pairs[:, 1][fcs]], dim=1)  # [Hkv, W]
+        dims = dims_of(self.rope, fcs)  # [Hkv, W]
         norm, affine = _normalisers(self._samples, centre.to(self.device, torch.float64), dims)
         return LayerProfile(
             layer=name,
@@ -413,7 +434,7 @@ class LayerStats:
             for h in range(self.num_kv_heads):
                 q, k = _grouped(sample, h, centre)
                 heads = slice(h * group, (h + 1) * group)
-                scores = q[..., dims[h]] @ k[:, dims[h]].T  # [G, nq, nk]
+                scores = sample.biased(q[..., dims[h]] @ k[:, dims[h]].T, h)  # [G, nq, nk]
                 true = (_full_scores(sample, h, centre) + weights).softmax(-1)
                 levels = {
                     "static": norm[heads, None],
@@ -454,7 +475,8 @@ def _half_of(sample: _Sample, half: int | None) -> _Sample:
     if half is None or n < 2:
         return sample
     part = slice(0, n // 2) if half == 0 else slice(n // 2, n)
-    return replace(sample, q=sample.q[:, part], q_at=sample.q_at[part])
+    bias = None if sample.bias is None else sample.bias[:, part]
+    return replace(sample, q=sample.q[:, part], q_at=sample.q_at[part], bias=bias)
 
 
 def _grouped(sample: _Sample, h: int, centre: Tensor) -> tuple[Tensor, Tensor]:
@@ -474,7 +496,7 @@ def _full_scores(sample: _Sample, h: int, centre: Tensor) -> Tensor:
     if sample.softcap:  # not indifferent to the shift by the centre
         shift = (q.double() @ centre[h])[..., None].float()
         scores = sample.softcap * torch.tanh((scores + shift) / sample.softcap)
-    return scores.masked_fill(~sample.visible(), -math.inf)
+    return sample.biased(scores, h).masked_fill(~sample.visible(), -math.inf)
 
 
 def _top_mask(scores: Tensor, top: Tensor) -> Tensor:
@@ -489,23 +511,23 @@ def _top_mask(scores: Tensor, top: Tensor) -> Tensor:
     return mask.scatter_(-1, indices, wanted.expand_as(indices))
 
 
-def _agreement(sample: _Sample, centre: Tensor, pairs: tuple[tuple[int, int], ...], top: int) -> Tensor:
+def _agreement(sample: _Sample, centre: Tensor, chunks: tuple[tuple[int, ...], ...], top: int) -> Tensor:
     """float64 ``[Hkv, n_fc]``: contextual agreement, summed over the text's sampled queries and the query group."""
-    agreement = torch.zeros(len(centre), len(pairs), dtype=torch.float64, device=centre.device)
+    agreement = torch.zeros(len(centre), len(chunks), dtype=torch.float64, device=centre.device)
     hidden = ~sample.visible()
     tops = sample.top(top, ~hidden)
     for h in range(len(centre)):
         q, k = _grouped(sample, h, centre)
         full = _top_mask(_full_scores(sample, h, centre), tops)  # [G, nq, nk]
-        for f, pair in enumerate(pairs):
-            partial = (q[..., pair] @ k[:, pair].T).masked_fill_(hidden, -math.inf)
+        for f, dims in enumerate(chunks):
+            partial = sample.biased(q[..., dims] @ k[:, dims].T, h).masked_fill(hidden, -math.inf)
             both = (_top_mask(partial, tops) & full).sum(-1) / tops  # [G, nq]
             agreement[h, f] = both.sum(dtype=torch.float64)
     return agreement
 
 
 def _greedy(
-    samples: list[_Sample], centre: Tensor, pairs: tuple[tuple[int, int], ...], top: int, reduction: str, steps: int
+    samples: list[_Sample], centre: Tensor, chunks: tuple[tuple[int, ...], ...], top: int, reduction: str, steps: int
 ) -> Tensor:
     """int64 ``[Hkv, steps]``: at each step the FC with which the group's top tokens hold the most attention mass.
 
@@ -513,8 +535,8 @@ def _greedy(
     """
     chosen = torch.empty(len(centre), steps, dtype=torch.int64, device=centre.device)
     for h in range(len(centre)):
-        texts = [_GreedyText(s, h, centre, pairs, top) for s in samples]
-        left = list(range(len(pairs)))
+        texts = [_GreedyText(s, h, centre, chunks, top) for s in samples]
+        left = list(range(len(chunks)))
         for step in range(steps):
             gain = torch.stack([text.mass(left, reduction) for text in texts]).sum(0)  # [left]
             best = left.pop(int(gain.argmax()))
@@ -527,15 +549,15 @@ def _greedy(
 class _GreedyText:
     """One KV head on one sampled text: every FC's partial scores, and the sum of those chosen so far."""
 
-    def __init__(self, sample: _Sample, h: int, centre: Tensor, pairs: tuple[tuple[int, int], ...], top: int) -> None:
+    def __init__(self, sample: _Sample, h: int, centre: Tensor, chunks: tuple[tuple[int, ...], ...], top: int) -> None:
         visible = sample.visible()
         first, last = GREEDY_FORCED
         free = visible & (sample.k_at >= first)[None, :] & (sample.k_at[None, :] <= sample.q_at[:, None] - last)
         self.eligible = torch.where((free.sum(1) >= 2)[:, None], free, visible)  # a short text has forced tokens only
         self.top = sample.top(top, self.eligible)
         q, k = _grouped(sample, h, centre)
-        self.partial = torch.stack([q[..., pair] @ k[:, pair].T for pair in pairs])  # [n_fc, G, nq, nk]
-        self.sum = torch.zeros_like(self.partial[0])
+        self.partial = torch.stack([q[..., dims] @ k[:, dims].T for dims in chunks])  # [n_fc, G, nq, nk]
+        self.sum = sample.biased(torch.zeros_like(self.partial[0]), h)
         self.weights = sample.log_weights()  # [nq, nk]
         self.true = (_full_scores(sample, h, centre) + self.weights).softmax(-1).sum(0)  # [nq, nk]: mass over the group
 
@@ -560,7 +582,7 @@ def _normalisers(samples: list[_Sample], centre: Tensor, dims: Tensor) -> tuple[
         for_text = []
         for h in range(len(dims)):
             q, k = _grouped(sample, h, centre)
-            scores = q[..., dims[h]] @ k[:, dims[h]].T + weights  # [G, nq, nk]
+            scores = sample.biased(q[..., dims[h]] @ k[:, dims[h]].T, h) + weights  # [G, nq, nk]
             for_text.append(scores.logsumexp(-1).double() - seen)
         sums.append(torch.cat(for_text))  # [Hq, nq]
         q = sample.q.double() * sample.scale

@@ -411,7 +411,7 @@ def _facts(profile: FCProfile) -> dict[str, Any]:
             {
                 "layer": p.layer,
                 "heads": [p.num_heads, p.num_kv_heads, p.head_dim],
-                "n_fc": len(p.rope.pairs),
+                "n_fc": len(p.rope.chunks),
                 "n_tip": p.n_tip,
                 "dense": p.dense,
                 "n_fac": p.n_fac,
@@ -454,13 +454,13 @@ def _profile_table(profile: FCProfile) -> Group:
         cells = [
             p.layer,
             f"{p.num_heads}/{p.num_kv_heads} x {p.head_dim}",
-            "dense" if p.dense else f"{p.n_tip}/{len(p.rope.pairs)}",
+            "dense" if p.dense else f"{p.n_tip}/{len(p.rope.chunks)}",
         ]
         if own:
             cells.append(str(p.n_fac or ""))
         if mass:
             cells.append(f"{p.stats['energy_kept']:.3f}" if "energy_kept" in p.stats else "")
-        table.add_row(*cells, Text(_strip(p.fcs.tolist(), len(p.rope.pairs)), style="green"))
+        table.add_row(*cells, Text(_strip(p.fcs.tolist(), len(p.rope.chunks)), style="green"))
     foot = Text(
         "each mark: how many of a layer's KV heads chose that frequency, from none to all: " + _BARS[1:], style="dim"
     )

@@ -30,15 +30,16 @@ from fasa_compile.patterns.tables import POSITION, Marks, Tables, is_size, mark
 from fasa_compile.sites import AttentionSite, Cache, Expr, NoMatch, Rope
 
 
-def match(shadow: Shadow, *, prove: bool = True) -> list[AttentionSite | NoMatch]:
+def match(shadow: Shadow, *, prove: bool = True, no_rope: bool = False) -> list[AttentionSite | NoMatch]:
     """Every attention of the graph, matched or not: one that cannot be read is a ``NoMatch``.
 
     ``prove=False`` asks for no rotary embedding of attentions over a cache, for exact attention: their ``rope`` has no pairs.
+    ``no_rope=True`` takes attention that has none as it is, also with no pairs; one that cannot be proven is refused all the same.
 
     Raises ``TensorifyScalarRestartAnalysis`` where a scale is a Python float that Dynamo made a symbol of (``dynamic=True``): the
     backend lets it pass, and Dynamo traces the graph again with the float as a guarded number.
     """
-    reader = _Reader(shadow, prove)
+    reader = _Reader(shadow, prove, no_rope)
     found: list[AttentionSite | NoMatch] = []
     for node in shadow.gm.graph.nodes:
         for name, anchor in attention.anchors_at(node):
@@ -67,9 +68,10 @@ class _Keys:
 class _Reader:
     """What is read once per graph, and the walk of one attention."""
 
-    def __init__(self, shadow: Shadow, prove: bool = True) -> None:
+    def __init__(self, shadow: Shadow, prove: bool = True, no_rope: bool = False) -> None:
         self.shadow = shadow
         self.prove = prove
+        self.no_rope = no_rope
         self.marks: Marks = mark(shadow)
         self.tables = Tables(shadow, self.marks)
         self.data_inputs: frozenset[fx.Node] = frozenset()
@@ -136,7 +138,7 @@ class _Reader:
         found = self._regrouped(found, (b, hq, length, d))
         keys = self._keys(found, (b, hq, length, d), trace)
         cached = keys.write is not None and length != t
-        proven = self._prove(found, keys, t, trace) if self.prove or not cached else Rope((), d)
+        proven = self._embedding(found, keys, t, trace) if self.prove or not cached else Rope((), d)
 
         def held(node: fx.Node) -> fx.Node | None:
             return self._held(node, output)
@@ -335,6 +337,14 @@ class _Reader:
         return Expr(node, slots.steps) if node is not None else None
 
     # ---- the rotary embedding -------------------------------------------------------------------------------------
+
+    def _embedding(self, found: Found, keys: _Keys, t: int, trace: list[str]) -> Rope:
+        try:
+            return self._prove(found, keys, t, trace)
+        except NotProven as error:
+            if error.reason != "no-rope" or not self.no_rope:
+                raise
+            return Rope((), keys.size[3])
 
     def _prove(self, found: Found, keys: _Keys, t: int, trace: list[str]) -> Rope:
         """Proves queries and keys at the last new token, for the first and last head, then at another position."""

@@ -213,7 +213,8 @@ def priced(decision: Decision, on: Card) -> Cost | None:
     site, layer = decision.site, decision.profile
     if decision.action != "sparse" or not isinstance(site, AttentionSite) or decision.budget is None:
         return None
-    width = 2 * layer.n_tip if layer is not None else 2 * max(1, len(site.rope.pairs) // 2)
+    chunks = len(site.rope.pairs) or site.rope.head_dim // 2
+    width = layer.width if layer is not None else 2 * max(1, chunks // 2)
     fmt = decision.fc_format if layer is not None else "int4"
     state = _state_kind(site, True)
     return _cost(site, decision.budget, bytes_per_token(width, fmt), width, state, on)
@@ -275,16 +276,20 @@ def _decide(
         layer = policy.layer(site.layer, prefix)
         if layer is None and policy.uncalibrated(site.layer, prefix):
             return Decision(site, "dense", "not-calibrated")
+        if layer is None and not site.rope.pairs:
+            return Decision(
+                site, "dense", "no-rope", "the profile has no single dims for it: calibrate with allow_no_rope=True"
+            )
         if layer is None and _is_part_of(site.layer, policy.profile):
             return Decision(site, "dense", "unknown-layer", f"found {site.layer or 'no module path'!r}")
         if layer is None:
             raise _not_in_profile(site, policy.profile)
         check_layer(layer, site.layer, Hq, Hkv, D, site.rope)
         fmt, reduction = check_format(policy.profile.fc_format), policy.profile.reduction
-        fc_bytes = bytes_per_token(2 * layer.n_tip, fmt)
+        fc_bytes = bytes_per_token(layer.width, fmt)
     budget = policy.budget_for(layer)
     state = _state_kind(site, layer is not None)
-    cost = _cost(site, budget, fc_bytes, 0 if layer is None else 2 * layer.n_tip, state)
+    cost = _cost(site, budget, fc_bytes, 0 if layer is None else layer.width, state)
     decision = Decision(
         site,
         "sparse",

@@ -26,7 +26,7 @@ class Row:
     )
     reason: str  # stable key; "" where sparse
     why: str  # the reason in words, with what was found
-    rope: str  # kind and rotated width, e.g. "half-split 64/64"
+    rope: str  # kind and rotated width, e.g. "half-split 64/64"; "none: single dims" where it is sparse without
     cache: str  # e.g. "static (index_copy)"
     state: str  # how the packed FC cache is kept
     heads: str  # "Hq/Hkv x D"
@@ -41,7 +41,7 @@ class Row:
     hot_bytes: int  # of the hot buffer on the GPU, where K and V lie in host memory
     host_bytes: int  # of K and V there
     break_even: int | None  # the shortest cache that is expected to be read no slower sparsely
-    n_fc: int = 0  # frequency chunks of a head
+    n_fc: int = 0  # frequency chunks of a head; its dims where it has no rotary embedding
     dominant: tuple[tuple[int, ...], ...] = ()  # per KV head the chunks that score its tokens
     trace: tuple[str, ...] = ()  # of a refused attention: what was read before, one line a step
 
@@ -88,6 +88,8 @@ def _row(graph: int, decision: Decision) -> Row:
         return Row(rope="", cache="", heads="", budget="", trace=site.trace, **common)
     _, Hq, Hkv, _, _, D, _ = (hint(s) for s in site.shape)
     rope = f"{site.rope.kind} {site.rope.rotary_dim}/{D}" if site.rope.pairs else ""
+    if not site.rope.pairs and decision.action == "sparse":
+        rope = "none: single dims"
     if abs(site.rope.magnitude - 1.0) > 1e-3:
         rope += f" x{site.rope.magnitude:.3g}"
     cache = site.cache.kind + (f" ({site.cache.write})" if site.cache.write else "")
@@ -97,7 +99,7 @@ def _row(graph: int, decision: Decision) -> Row:
         cache=cache,
         heads=f"{Hq}/{Hkv} x {D}",
         budget=text,
-        n_fc=len(site.rope.pairs),
+        n_fc=len(decision.profile.rope.chunks) if decision.profile is not None else len(site.rope.pairs),
         dominant=tuple(tuple(head) for head in chosen),
         **common,
     )

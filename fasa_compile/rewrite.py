@@ -215,7 +215,7 @@ def _extra_inputs(shadow: Shadow, decision: Decision, audit: bool) -> list[Extra
         return []
     key = site.k.node.meta["val"]
     B, Hq, Hkv, _, L, D, Dv = site.shape
-    width = 2 * layer.n_tip
+    width = layer.width
 
     def constant(role: Any, shape: tuple[Any, ...], dtype: torch.dtype) -> ExtraInput:
         return ExtraInput(decision, role, _fake(shadow, shape, dtype, key.device))
@@ -240,7 +240,8 @@ def _extra_inputs(shadow: Shadow, decision: Decision, audit: bool) -> list[Extra
         for role, (shape, dtype) in zip(HOT_ROLES, hot_spec(B, Hkv, decision.hot, D, Dv, key.dtype), strict=True):
             extra.append(constant(role, shape, dtype))
     sizes = site.q.node.meta["val"].shape
-    if audit and decision.state == "packed" and all(isinstance(n, int) for n in sizes):
+    biased = not site.rope.pairs and site.mask_kind == "additive"  # the audit sees no bias by distance
+    if audit and not biased and decision.state == "packed" and all(isinstance(n, int) for n in sizes):
         extra.append(constant("audit_q", (B, Hq, 1, D), torch.float32))
         if site.mask is not None:
             extra.append(constant("audit_bounds", (B, 2), torch.int32))

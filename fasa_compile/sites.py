@@ -6,7 +6,7 @@ Dimension letters, used throughout the package:
     Hq   query heads                   T    new tokens in this call (1 when decoding)
     Hkv  key/value heads               D    dims of a query/key head      Dv  dims of a value head
     G    Hq // Hkv, the query group    R    rotated dims of a head (2 per frequency chunk)
-    W    dominant dims kept per KV head, 2 * n_tip
+    W    dominant dims kept per KV head: 2 * n_tip, and n_tip single ones where there is no rotary embedding
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Rope:
     ``pairs[f]`` are the two dims of a head (as the attention sees them, after rotation) that frequency chunk ``f`` turns in
     one plane; chunks are ordered by their first dim. ``magnitude`` is the common factor on rotated dims (YaRN's attention
     factor; 1.0 for plain RoPE), known to within ``error``: tables in half precision tell it less exactly, and otherwise at each position.
+    No pairs: there is no rotary embedding, or none was asked for.
     """
 
     pairs: tuple[tuple[int, int], ...]
@@ -90,7 +91,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """One softmax attention whose queries and keys carry a proven RoPE.
+    """One softmax attention whose queries and keys carry a proven RoPE, or none where that was allowed.
 
     Canonical layouts: ``q [B, Hq, T, D]`` (query head h reads KV head h // G), ``k [B, Hkv, L, D]``, ``v [B, Hkv, L, Dv]``,
     ``mask`` broadcastable to ``[B, Hq, T, L]``, ``sinks [Hq]``. ``output`` is the name of the Dynamo node whose value is the
@@ -141,7 +142,7 @@ def below(path: str, sites: Sequence[AttentionSite | NoMatch]) -> list[Attention
 
 #: Reasons an attention is left as it was. Keys are stable (tests, stats and explain() use them); values are for people.
 REASONS: dict[str, str] = {
-    "no-rope": "the queries or keys carry no rotary embedding",
+    "no-rope": "the queries or keys carry no rotary embedding (allow_no_rope=True has such attention sparse, by single dims)",
     "rope-not-proven": "what precedes the keys looks like a rotary embedding but is not a set of plane rotations",
     "rope-mismatch": "queries and keys are not rotated alike",
     "incomplete-pattern": "part of the pattern lies in another graph (a graph break, or keys that arrive ready-made)",

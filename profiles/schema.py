@@ -167,7 +167,8 @@ class RopeFacts:
     """The rotary embedding seen at calibration; ``check_layer`` compares it with the one proven on the graph.
 
     ``pairs[f]`` are the two dims of a head that FC ``f`` turns in one plane, ``magnitude`` the common factor on rotated dims
-    (1.0 for plain RoPE). The fields are those of ``fasa_compile.sites.Rope``. Raises ``ProfileError`` when two FCs share a
+    (1.0 for plain RoPE). No pairs: the attention has no rotary embedding, and its FCs are single dims. The fields are those of
+    ``fasa_compile.sites.Rope``. Raises ``ProfileError`` when two FCs share a
     dim, a dim lies outside the head, or the magnitude is not positive.
     """
 
@@ -177,8 +178,8 @@ class RopeFacts:
 
     def __post_init__(self) -> None:
         whole(self.head_dim, "head_dim", 2, MAX_HEAD_DIM)
-        if not isinstance(self.pairs, tuple) or not 1 <= len(self.pairs) <= self.head_dim // 2:
-            raise FieldError("pairs", f"1 to {self.head_dim // 2} pairs of dims", shown(self.pairs))
+        if not isinstance(self.pairs, tuple) or len(self.pairs) > self.head_dim // 2:
+            raise FieldError("pairs", f"at most {self.head_dim // 2} pairs of dims", shown(self.pairs))
         owner: dict[int, int] = {}
         for f, pair in enumerate(self.pairs):
             if not isinstance(pair, tuple) or len(pair) != 2:
@@ -199,6 +200,11 @@ class RopeFacts:
     def rotary_dim(self) -> int:
         """Rotated dims of a head, 2 per FC."""
         return 2 * len(self.pairs)
+
+    @property
+    def chunks(self) -> tuple[tuple[int, ...], ...]:
+        """The dims of each FC: the pairs, or every dim of the head by itself where nothing is rotated."""
+        return self.pairs or tuple((d,) for d in range(self.head_dim))
 
 
 @dataclass(frozen=True)
@@ -262,7 +268,7 @@ class LayerProfile:
     """One attention layer: the FCs that score its tokens, and the constants by which its keys are centred and scaled.
 
     ``layer``   module path of the attention, as ``AttentionSite.layer``
-    ``fcs``     int32 ``[Hkv, n_tip]``: indices into ``rope.pairs``, ascending, none twice; only a dense layer may have none
+    ``fcs``     int32 ``[Hkv, n_tip]``: indices into ``rope.chunks``, ascending, none twice; only a dense layer may have none
     ``centre``  fp32 ``[Hkv, D]``: mean of the post-RoPE keys, subtracted before they are packed
     ``spread``  fp32 ``[Hkv, D]``, positive: keys are divided by it and queries multiplied
     ``norm``    fp32 ``[Hq]``: c_h of the single-pass group reduction, ``sum_h exp(s_h - a_h)`` with ``a_h = c_h + scale * q.centre``;
@@ -320,7 +326,7 @@ class LayerProfile:
         object.__setattr__(self, "stats", stats)
 
     def _check_fcs(self, fcs: Tensor) -> None:
-        n_fc, n_tip = len(self.rope.pairs), fcs.shape[1]
+        n_fc, n_tip = len(self.rope.chunks), fcs.shape[1]
         if n_tip > n_fc or (n_tip == 0 and not self.dense):
             raise FieldError("fcs", f"1 to {n_fc} FCs per KV head (none only where dense)", f"{n_tip}")
         outside = (fcs < 0) | (fcs >= n_fc)
@@ -340,12 +346,16 @@ class LayerProfile:
         return int(self.fcs.shape[1])
 
     def dims(self) -> Tensor:
-        """int32 ``[Hkv, 2 * n_tip]``: the dims of the dominant FCs, first dims then second dims.
+        """int32 ``[Hkv, W]``: the dims of the dominant FCs, first dims then second dims.
 
-        Columns ``j`` and ``j + n_tip`` are the two dims of one FC.
+        Columns ``j`` and ``j + n_tip`` are the two dims of one FC; without a rotary embedding an FC has one dim.
         """
-        pairs = torch.tensor(self.rope.pairs, dtype=torch.int32)  # [n_fc, 2]
-        return torch.cat([pairs[:, 0][self.fcs.long()], pairs[:, 1][self.fcs.long()]], dim=1)
+        return dims_of(self.rope, self.fcs.long()).to(torch.int32)
+
+    @property
+    def width(self) -> int:
+        """W, the dominant dims of a KV head."""
+        return self.n_tip * len(self.rope.chunks[0])
 
     def gathered(self) -> tuple[Tensor, Tensor]:
         """``(centre, spread)``, each fp32 ``[Hkv, W]``, of the dims that ``dims`` names, in its order."""
@@ -449,6 +459,10 @@ class FCProfile:
                     f"layers[{i}].layer", "a layer once", f"{shown(layer.layer)}, also layers[{first[layer.layer]}]"
                 )
             first[layer.layer] = i
+            if self.fc_format == "int4" and layer.width % 2:
+                raise FieldError(
+                    f"layers[{i}].fcs", "an even number of single dims, which int4 packs by twos", str(layer.n_tip)
+                )
             forced = self.budget.n_sink + self.budget.n_recent
             if layer.n_fac is not None and layer.n_fac < forced:
                 raise FieldError(f"layers[{i}].n_fac", f"at least the {forced} forced tokens", str(layer.n_fac))
@@ -478,6 +492,12 @@ class FCProfile:
         from fasa_compile.profiles import files
 
         return files.load(path)
+
+
+def dims_of(rope: RopeFacts, fcs: Tensor) -> Tensor:
+    """int64 ``[Hkv, W]``: the dims of ``fcs`` (int64 ``[Hkv, n_tip]``), first dims of all of them, then second dims."""
+    chunks = torch.tensor(rope.chunks, device=fcs.device)  # [n_fc, 1 or 2]
+    return torch.cat([chunks[:, side][fcs] for side in range(chunks.shape[1])], dim=1)
 
 
 def check_version(version: object) -> int:

@@ -248,6 +248,42 @@ def test_the_norm_makes_single_pass_reduction_comparable() -> None:
         assert off.mean().abs() < 0.25
 
 
+def test_a_bias_counts_in_the_norm_and_in_what_ranks_by_scores() -> None:
+    """ALiBi against the definition: without it, the constant of a head with a steep slope would be far too high."""
+    q, k = text(40)
+    q = q / 20
+    slopes = torch.tensor([0.02, 0.1, 0.5, 2.0])
+    back = torch.arange(40) - torch.arange(40)[:, None]
+    bias = (slopes[:, None, None] * back.clamp(max=0))[None]  # [1, Hq, T, L]
+    s = stats(RopeFacts(D, ()))
+    s.update(q, k, 0.7, bias=bias)
+    one = s.layer_profile("l", D)
+    plain = stats(RopeFacts(D, ()))
+    plain.update(q, k, 0.7)
+    for h in range(HQ):
+        centred = (k[0, h // G] - one.centre[h // G]).double()
+        sums = []
+        for t in range(20, 40):  # queries of the later half
+            scores = 0.7 * centred[: t + 1] @ q[0, h, t].double() + slopes[h].double() * back[t, : t + 1]
+            sums.append(scores.logsumexp(0) - math.log(t + 1))
+        assert abs(one.norm[h] - sum(sums) / len(sums)) < 1e-4
+    assert plain.layer_profile("l", D).norm[3] > one.norm[3] + 1.0
+    agree = s.rank("contextual_agreement", top=8)
+    assert not torch.equal(agree, plain.rank("contextual_agreement", top=8))
+
+
+def test_single_dims_are_ranked_by_what_each_carries() -> None:
+    q, k = text(200)
+    s = stats(RopeFacts(D, ()))
+    s.update(q, k, 1.0)
+    expected = torch.zeros(HKV, D, dtype=torch.float64)
+    for h in range(HQ):
+        expected[h // G] += (q[0, h].double() ** 2).mean(0) * k[0, h // G].double().var(0, correction=0)
+    close(s.energy(), expected)
+    one = s.layer_profile("l", 3)
+    assert one.dims().tolist() == expected.topk(3).indices.sort(1).values.tolist()
+
+
 def test_the_affine_normaliser_follows_the_query() -> None:
     """Keys of two kinds: a query's log-sum-exp rises with its share along what tells them apart, and the slope finds it."""
     s, n = stats(), 600

@@ -97,7 +97,7 @@ def test_a_bad_layer_names_the_field(given: dict, path: str) -> None:
         ((8, ((0, 8),), 1.0), "pairs[0][1]"),
         ((8, ((0, -1),), 1.0), "pairs[0][1]"),
         ((8, ((0, 1, 2),), 1.0), "pairs[0]"),
-        ((8, (), 1.0), "pairs"),
+        ((4, ((0, 1), (2, 3), (1, 2)), 1.0), "pairs"),
         ((8, [(0, 4)], 1.0), "pairs"),
         ((8, ((0, 4),), 0.0), "magnitude"),
         ((8, ((0, 4),), float("nan")), "magnitude"),
@@ -108,6 +108,17 @@ def test_bad_rope_facts(facts: tuple, path: str) -> None:
     with pytest.raises(ProfileError) as error:
         RopeFacts(*facts)
     assert str(error.value).startswith(f"{path}: expected")
+
+
+def test_without_a_rotary_embedding_the_chunks_are_single_dims() -> None:
+    rope = RopeFacts(8, ())
+    assert rope.chunks == tuple((d,) for d in range(8)) and rope.rotary_dim == 0
+    fcs = torch.tensor([[0, 3, 5], [1, 2, 7]], dtype=torch.int32)
+    single = layer("a", rope=rope, fcs=fcs)
+    assert single.width == single.n_tip == 3 and torch.equal(single.dims(), fcs)
+    assert profile(layers=(single,), fc_format="int8").layers == (single,)
+    with pytest.raises(ProfileError, match=r"layers\[0\].fcs: expected an even number of single dims"):
+        profile(layers=(single,), fc_format="int4")
 
 
 @pytest.mark.parametrize(
