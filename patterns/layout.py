@@ -63,14 +63,17 @@ def size_of(expr: Expr) -> Size:
 
 
 def symbolic_size(expr: Expr) -> tuple[Any, ...]:
-    """Sizes of an ``Expr``'s value with the graph's own symbols."""
+    """Sizes of an ``Expr``'s value with the graph's own symbols; one that Dynamo knows to be a number is that number."""
     value = graph.tensor(expr.node)
-    if not expr.steps:
-        return tuple(value.shape)
     with torch.no_grad():
         for op, args in expr.steps:
             value = op(value, *args)
-    return tuple(value.shape)
+    return tuple(_known(s) for s in value.shape)
+
+
+def _known(size: Any) -> Any:
+    number = size if isinstance(size, int) else size.node.maybe_as_int()
+    return size if number is None else number
 
 
 @dataclass(frozen=True)
@@ -263,7 +266,7 @@ def _views(
     steps: list[tuple[Any, tuple[Any, ...]]] = []
     layout: list[int | None] = []  # the axis of each dim after the views so far; None: to be dropped
     drop: list[int] = []  # the index to take of those
-    true = graph.tensor(node).shape
+    true = [_known(s) for s in graph.tensor(node).shape]
     taken = [axis for stride in strides for axis in stride]
     if len(taken) != len(set(taken)):
         return None  # an axis that runs through two dims

@@ -99,7 +99,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 16,
-        "indexer_budget": 8,
+        "indexer_budget": 24,
         "indexer_compress_ratio": 2,
         "split_ngram_parts": 1,
     },
