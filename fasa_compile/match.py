@@ -210,7 +210,8 @@ class _Reader:
 
     def _shape(self, found: Found, group: int) -> tuple[Any, ...]:
         q, k, v = (layout.symbolic_size(e) for e in (found.q, found.k, found.v))
-        return (q[0], q[1], k[1] // group if isinstance(k[1], int) else k[1], q[2], k[2], q[3], v[3])
+        heads = k[1] * found.repeat // group if isinstance(k[1], int) else k[1]
+        return (q[0], q[1], heads, q[2], k[2], q[3], v[3])
 
     # ---- keys and values ------------------------------------------------------------------------------------------
 
