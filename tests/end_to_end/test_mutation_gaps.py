@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import pytest
@@ -18,6 +19,7 @@ from models import (
     profile_of,
     tiny_llama,
 )
+from test_state import Steps
 from torch.nn import functional as F
 
 import fasa_compile
@@ -39,6 +41,9 @@ def test_double_precision_stays_dense():
         found = decode(model, torch.compile(model, backend=made), IDS, cache_for(model, "static"), 2)
     assert reasons(made) == {"dtype"}
     assert difference(found, decode(model, model, IDS, cache_for(model, "static"), 2)) <= 1e-12
+    assert fasa_compile.stats()["declined"] == {"dtype": 1}
+    fasa_compile.reset_stats()
+    assert fasa_compile.stats()["declined"] == {}
 
 
 @pytest.mark.parametrize(("n_fac", "sparse"), [(63, True), (64, False), (65, False)])
@@ -47,6 +52,18 @@ def test_a_budget_of_exactly_the_cache_is_dense(n_fac, sparse):
     made = fasa_backend(llama_profile(1), n_fac=n_fac, inner="eager", check_weights=False)
     decode(model, torch.compile(model, backend=made), IDS, cache_for(model, "static", 64), 2)
     assert reasons(made) == ({""} if sparse else {"within-budget"})
+
+
+def test_a_budget_that_holds_the_cache_counts_for_every_layer():
+    """A layer whose share is an eighth of the budget is dense all the same where the model's budget holds the cache."""
+    profile = llama_profile(2, n_fac=32)
+    layers = (dataclasses.replace(profile.layers[0], n_fac=8), profile.layers[1])
+    model = tiny_llama(layers=2)
+    made = fasa_backend(
+        dataclasses.replace(profile, layers=layers), n_fac=64, inner="eager", check_weights=False, strict=True
+    )
+    decode(model, torch.compile(model, backend=made), IDS, cache_for(model, "static", 64), 2)
+    assert reasons(made) == {"within-budget"}
 
 
 def test_other_options_under_the_registered_name_are_another_backend():
@@ -125,3 +142,75 @@ def test_keys_that_are_added_to_a_row_are_not_its_keys():
             token, pos = TOKENS[:, i : i + 1].clone(), torch.tensor([i])
             assert difference(step(token, pos), plain(token, pos)) <= 1e-4
     assert fasa_compile.stats()["rewritten_sites"] == 0
+
+
+def test_a_row_beyond_what_attention_reads():
+    """Attention over the first rows of a longer buffer: a later token may be written where it does not look."""
+
+    class FirstRows(Interleaved):
+        def forward(self, x, pos, table, mask):
+            B, T, _ = x.shape
+            q, k, v = self.qkv(x).view(B, T, -1, self.D).split([self.H, self.HKV, self.HKV], dim=2)
+            q, k = self.rotate(q, table), self.rotate(k, table)
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            self.k_cache[:, :, pos] = k
+            self.v_cache[:, :, pos] = v
+            keys, values = (x[:, :, :48].repeat_interleave(2, 1) for x in (self.k_cache, self.v_cache))
+            y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask[..., :48], scale=0.3)
+            return self.out(y.transpose(1, 2).reshape(B, T, -1))
+
+    profile = profile_of([(f"blocks.{i}", 4, 2, 16, PAIRS) for i in range(2)], 3, n_fac=47, n_sink=1, n_recent=2)
+    model, plain = Custom(FirstRows).eval(), Custom(FirstRows).eval()
+    step = torch.compile(model, backend=fasa_backend(profile, inner="eager", check_weights=False))
+    with torch.no_grad():
+        for each in (model, plain):
+            each(TOKENS[:, :40], torch.arange(40))
+        for i in (40, 41, 49):
+            token, pos = TOKENS[:, i : i + 1].clone(), torch.tensor([i])
+            found, expected = step(token, pos), plain(token, pos)
+            if i < 48:  # 41 or 42 of 48 rows are visible, within the budget
+                assert difference(found, expected) <= 1e-4
+    assert fasa_compile.stats()["sparse_steps"] == 3
+
+
+def test_a_write_whose_result_is_what_attention_reads():
+    """``keys = cache.index_copy_(...)``: when the attention goes, the repetition of its keys goes with it, and the write stays."""
+
+    class Result(Interleaved):
+        def forward(self, x, pos, table, mask):
+            B, T, _ = x.shape
+            q, k, v = self.qkv(x).view(B, T, -1, self.D).split([self.H, self.HKV, self.HKV], dim=2)
+            q, k = self.rotate(q, table), self.rotate(k, table)
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            keys = self.k_cache.index_copy_(2, pos, k).repeat_interleave(2, 1)
+            values = self.v_cache.index_copy_(2, pos, v).repeat_interleave(2, 1)
+            y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=0.3)
+            return self.out(y.transpose(1, 2).reshape(B, T, -1))
+
+    profile = profile_of([(f"blocks.{i}", 4, 2, 16, PAIRS) for i in range(2)], 3, n_fac=60, n_sink=1, n_recent=2)
+    model, plain = Custom(Result).eval(), Custom(Result).eval()
+    step = torch.compile(model, backend=fasa_backend(profile, inner="eager", check_weights=False, strict=True))
+    found, expected = (decode_custom(m, f, TOKENS, 4) for m, f in ((model, step), (plain, plain)))
+    assert difference(found, expected) <= 1e-4
+    for name, value in model.named_buffers():
+        assert difference(value, plain.get_buffer(name)) <= 1e-5, name
+    assert fasa_compile.stats()["sparse_steps"] == 4
+
+
+def test_what_the_last_threshold_was_is_forgotten_with_the_prompt(monkeypatch):
+    """The operators keep a threshold on a GPU. Here nothing writes it, so what stands there shows what the runtime does."""
+    from fasa_compile import rewrite
+
+    monkeypatch.setattr(rewrite, "uses_kernels", lambda device: True)
+    model = tiny_llama(layers=1)
+    step = Steps(model, llama_profile(1), False)
+    cache = cache_for(model, "static")
+    decode(model, step, IDS, cache, 2)
+    (runtime,) = step.runtimes
+    hint = runtime._keepers[0].current.hint
+    hint.fill_(7.0)
+    step(input_ids=IDS[:, :1], past_key_values=cache)
+    assert (hint == 7).all(), "one step after another keeps it"
+    cache.layers[0].keys.mul_(1)
+    step(input_ids=IDS[:, :1], past_key_values=cache)
+    assert (hint == 0).all()

@@ -382,7 +382,12 @@ add(
     "least = cost.break_even",
     f"{DENSE_MODE}::test_a_length_that_the_user_sets",
 )
-add("a slice of a buffer is kept in step", "        and not _sliced(site)\n", "", f"{STATE}::test_a_write_from_outside")
+add(
+    "a slice of a buffer is kept in step",
+    "        and not _sliced(site)\n",
+    "",
+    f"{GAPS}::test_a_row_beyond_what_attention_reads",
+)
 add(
     "keys that are written again are kept in step",
     "        and not cache.rewritten_later\n",
@@ -411,7 +416,7 @@ add(
     "only a layer's own budget tells whether it holds the cache",
     "holds = max(budget.n_fac, policy.budget_for(None).n_fac)",
     "holds = budget.n_fac",
-    f"{BUDGETS}::test_a_users_budget_scales_the_layers_own",
+    f"{GAPS}::test_a_budget_that_holds_the_cache_counts_for_every_layer",
 )
 add(
     "a layer that calibration could not read is another model's",
@@ -486,7 +491,7 @@ add(
     "layers with other masks share their bounds",
     "seen = (site.mask, str(site.shape[4]))",
     "seen = str(site.shape[4])",
-    f"{TRIALS_ATTENTION}::test_a_window_is_respected",
+    f"{DENSE_MODE}::test_softcap_and_sliding_layers",
 )
 add(
     "rows that the model writes are not packed",
@@ -494,7 +499,12 @@ add(
     "slots = None",
     f"{STATE}::test_reset_and_a_new_prompt",
 )
-add("a cache write without a reader is removed", " or may_write(dead):", ":", f"{STATE}::test_reset_and_a_new_prompt")
+add(
+    "a cache write without a reader is removed",
+    " or may_write(dead):",
+    ":",
+    f"{GAPS}::test_a_write_whose_result_is_what_attention_reads",
+)
 add(
     "a copied graph forgets where its inputs come from",
     "            new._dynamo_source = old._dynamo_source",
@@ -534,7 +544,7 @@ add(
     "the memory of the last threshold outlives a prompt",
     "packed.hint.zero_()",
     "pass",
-    f"{STATE}::test_reset_and_a_new_prompt",
+    f"{GAPS}::test_what_the_last_threshold_was_is_forgotten_with_the_prompt",
 )
 add(
     "numbers read into the graph are not watched",
@@ -1130,4 +1140,9 @@ add("packing anew costs nothing", "            gain -= c.dense_rate * bytes_of(P
 add("a step has one launch less", "SPARSE_LAUNCHES = sympy.Integer(4)", "SPARSE_LAUNCHES = sympy.Integer(3)")
 
 add = breaks("fasa_compile/counters.py", REPORT)
-add("counters of declined sites outlive a reset", "        _declined.clear()\n", "", f"{REPORT}::test_counts_add_up")
+add(
+    "counters of declined sites outlive a reset",
+    "        _declined.clear()\n",
+    "",
+    f"{GAPS}::test_double_precision_stays_dense",
+)
