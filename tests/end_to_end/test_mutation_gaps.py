@@ -214,3 +214,40 @@ def test_what_the_last_threshold_was_is_forgotten_with_the_prompt(monkeypatch):
     cache.layers[0].keys.mul_(1)
     step(input_ids=IDS[:, :1], past_key_values=cache)
     assert (hint == 0).all()
+
+
+def test_a_layer_that_calibration_could_not_read_stays_dense():
+    """Its prefill clamps the scores, which no reader takes; its decode steps would be read."""
+
+    class ClampedPrefill(Interleaved):
+        clamps = False
+
+        def forward(self, x, pos, table, mask):
+            if x.shape[1] == 1 or not self.clamps:
+                return super().forward(x, pos, table, mask)
+            B, T, _ = x.shape
+            q, k, v = self.qkv(x).view(B, T, -1, self.D).split([self.H, self.HKV, self.HKV], dim=2)
+            q, k = self.rotate(q, table), self.rotate(k, table)
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            self.k_cache[:, :, pos] = k
+            self.v_cache[:, :, pos] = v
+            keys, values = self.k_cache.repeat_interleave(2, 1), self.v_cache.repeat_interleave(2, 1)
+            scores = (q @ keys.transpose(2, 3) * 0.3).clamp(-50, 50).masked_fill(~mask, float("-inf"))
+            return self.out((scores.softmax(-1) @ values).transpose(1, 2).reshape(B, T, -1))
+
+    model = Custom(ClampedPrefill).eval()
+    model.blocks[1].clamps = True
+
+    def forward(m, ids):
+        return m(ids, torch.arange(ids.shape[1]))
+
+    with pytest.warns(FasaWarning, match=r"could not read 1 layers.*blocks\.1"):
+        profile = calibrate(model, TOKENS[:, :40], forward=forward, progress=False)
+    assert [layer.layer for layer in profile.layers] == ["blocks.0"]
+    made = fasa_backend(profile, n_fac=60, inner="eager")
+    found = decode_custom(model, torch.compile(model, backend=made), TOKENS, 3)
+    assert difference(found, decode_custom(model, model, TOKENS, 3)) <= 1e-4
+    assert {(row.layer, row.decision, row.reason) for row in made.explain().rows} == {
+        ("blocks.0", "sparse", ""),
+        ("blocks.1", "dense", "not-calibrated"),
+    }
