@@ -590,8 +590,10 @@ add(
 )
 add(
     "one packed cache serves two caches",
-    "packed = self.caches.get(id(k))\n        why",
-    "packed = self.current or self.caches.get(id(k))\n        why",
+    'packed = self.caches.get(id(k))\n        why = "uncounted" if capturing else _why_stale(packed, k)\n'
+    "        stale = packed is None or packed.key() is not k or",
+    'packed = self.current or self.caches.get(id(k))\n        why = "uncounted" if capturing else _why_stale(packed, k)\n'
+    "        stale = packed is None or",
     f"{STATE}::test_two_caches_in_turn_keep_their_own_state",
 )
 
