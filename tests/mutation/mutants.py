@@ -12,7 +12,7 @@ PARITY, STATE = "end_to_end/test_parity.py", "end_to_end/test_state.py"
 HAZARDS, BAD_INPUT = "end_to_end/test_hazards.py", "end_to_end/test_bad_input.py"
 TRIALS_CACHE, TRIALS_ATTENTION = "end_to_end/test_trials_cache.py", "end_to_end/test_trials_attention.py"
 TRIALS_MISC, AUDIT = "end_to_end/test_trials_misc.py", "end_to_end/test_audit.py"
-MATCH_GAPS = "match/test_match_gaps.py"
+MATCH_GAPS, REFERENCE_GAPS = "match/test_match_gaps.py", "kernels/test_reference_gaps.py"
 FAULTS, GAPS = "end_to_end/test_faults.py", "end_to_end/test_mutation_gaps.py"
 DENSE_MODE, REPORT = "end_to_end/test_dense_mode.py", "end_to_end/test_report.py"
 REFERENCE, INTERPRETER, OPS = "kernels/test_reference.py", "kernels/test_interpreter.py", "kernels/test_ops.py"
@@ -753,7 +753,12 @@ add(
 )
 add("the budget is one too many", "chosen = _top(key, n_fac)", "n_fac += 1\n    chosen = _top(key, n_fac)")
 add("one recent token too few is forced", "(t >= stop - n_recent)", "(t > stop - n_recent)")
-add("first tokens are counted from slot 0", "forced = (t < first + n_sink)", "forced = (t < n_sink)")
+add(
+    "first tokens are counted from slot 0",
+    "forced = (t < first + n_sink)",
+    "forced = (t < n_sink)",
+    f"{REFERENCE_GAPS}::test_forced_tokens_are_counted_from_the_first_and_last_valid_one",
+)
 add(
     "keys are not centred",
     "x = (chosen.float() - centre[:, None, :]) / spread[:, None, :]",
@@ -763,12 +768,16 @@ add(
     "codes are read without their zero",
     " + token_zero * rounded.sum(-1, keepdim=True))",
     ")",
-    f"{PARITY}::test_sparse_equals_the_plain_reference",
-    REFERENCE,
+    f"{REFERENCE_GAPS}::test_scores_are_those_of_what_is_stored",
 )
 add("codes of int8 are read as stored", "return data.float() + 128.0", "return data.float()")
 add("nibbles are exchanged", "torch.cat([data & 15, data >> 4], dim=-1)", "torch.cat([data >> 4, data & 15], dim=-1)")
-add("scores by all dims are unscaled", "s = scale * _matmul(qg, k)\n    else:", "s = _matmul(qg, k)\n    else:")
+add(
+    "scores by all dims are unscaled",
+    "s = scale * _matmul(qg, k)\n    else:",
+    "s = _matmul(qg, k)\n    else:",
+    f"{REFERENCE_GAPS}::test_scores_by_all_dims_have_the_attentions_scale",
+)
 add("attention ignores the soft cap", "s = capped(scale * _matmul(qg, k), softcap)", "s = scale * _matmul(qg, k)")
 add("sinks do not join the denominator", "total = total + (sink - top).exp()", "pass")
 add(
