@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -36,3 +37,9 @@ def test_every_test_that_is_mapped_exists():
             path = HERE.parent / file
             assert path.exists(), name
             assert not test or f"def {test}(" in path.read_text(), name
+
+
+def test_the_recorded_results_leave_no_survivor():
+    held = json.loads((HERE / "results.json").read_text())
+    assert [r["name"] for r in held["mutants"] if not r["noticed_by"]] == []
+    assert len(held["mutants"]) == held["run"] == held["noticed"] >= 40
