@@ -188,19 +188,24 @@ def measure(B: int, L: int, flex: bool) -> dict[str, object]:
 
 
 def draw(record: dict[str, object], file: Path) -> None:
-    """Achieved times against the floor that the bytes set; needs matplotlib."""
+    """Achieved times against the floor that the bytes set, and how much faster than the best dense kernel; needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 5))
+    figure, (axes, right) = pyplot.subplots(1, 2, figsize=(13, 5))
+    faster: dict[str, list[tuple[float, float]]] = {}
     series: dict[str, list[tuple[float, float]]] = {}
     for row in record["rows"]:  # type: ignore[attr-defined]
         for case in row["sparse"]:
             if "floor us" in case:
                 name = f"sparse, {case['fmt']}, n_tip {case['n_tip']}"
                 series.setdefault(name, []).append((case["floor us"], case["us"]))
+                dense = [row[name] for name in ("SDPA flash us", "SDPA cuDNN us") if isinstance(row[name], float)]
+                if row["B"] in (1, 8):
+                    name = f"{case['fmt']}, n_tip {case['n_tip']}, batch {row['B']}"
+                    faster.setdefault(name, []).append((row["L"], min(dense) / case["us"]))
         for name in ("SDPA flash us", "SDPA cuDNN us", "dense kernel us"):
             if isinstance(row[name], float):
                 series.setdefault(name.removesuffix(" us"), []).append((row["dense floor us"], row[name]))
@@ -212,6 +217,13 @@ def draw(record: dict[str, object], file: Path) -> None:
     axes.set(xscale="log", yscale="log", xlabel="bytes at 3.0 TB/s (us)", ylabel="measured (us)", title=record["card"])
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3, which="both")
+    for name, points in faster.items():
+        x, y = zip(*sorted(points), strict=True)
+        right.plot(x, y, "o-" if name.endswith(" 1") else "s--", label=name, markersize=4, linewidth=1)
+    right.set(xscale="log", xlabel="context (tokens)", ylabel="times faster than the better of flash and cuDNN")
+    right.set_xticks(ticks := [8192, 32768, 131072], [f"{n // 1024}k" for n in ticks])
+    right.legend(fontsize=8)
+    right.grid(alpha=0.3)
     figure.savefig(file, bbox_inches="tight")
 
 

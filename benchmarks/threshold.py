@@ -24,7 +24,7 @@ import smollm2
 from fasa_compile.triton_kernels import reference
 
 LOG2E = 1.4426950408889634
-BINS = 128
+BINS, BELOW, LAST = 256, 64, 252
 FIRST, STEPS, N_FAC, N_TIP = 2048, 96, 256, 16
 
 
@@ -83,13 +83,24 @@ def keys_of_layer(q: Tensor, k: Tensor) -> Tensor:
     return torch.stack([keys(FIRST + i, norm) for i in range(STEPS)]) * LOG2E
 
 
+def factor(cell: int, moved: int) -> float:
+    """How the bins' width changes after a step whose threshold lay in a bin of ``cell`` tokens, ``moved`` bins from the last."""
+    if cell * 12 > N_FAC:
+        return 0.25 if cell * 4 > N_FAC else 0.5
+    if moved > 20 and cell * 24 <= N_FAC:
+        return 2.0
+    if cell * 80 < N_FAC:
+        return 2.0 if cell * 160 < N_FAC else 1.0
+    return 0.9 if moved < 8 else 1.0
+
+
 def replay(keys: Tensor) -> tuple[int, list[float], list[float]]:
     """Steps of one row ``[STEPS, T]``: how many searched, kept tokens over n_fac in the others, threshold moves (nats)."""
     level, width = 0.0, 0.0625
     searches, kept, thresholds = 0, [], []
     for i, key in enumerate(keys):
-        origin = level - 0.5 * BINS * width
-        number = ((key - origin) / width).clamp(max=BINS - 1)
+        origin = level - BELOW * width
+        number = ((key - origin) / width).clamp(max=LAST)
         counts = torch.bincount(number[number >= 0].int(), minlength=BINS)
         reach = counts.flip(0).cumsum(0).flip(0)
         enough = (reach >= N_FAC).nonzero()
@@ -102,12 +113,10 @@ def replay(keys: Tensor) -> tuple[int, list[float], list[float]]:
             if found:
                 kept.append(int(reach[place]) / N_FAC)
         cell = int(counts[place]) if place >= 0 else 0
-        inside = 0 <= place < BINS - 1
-        level = origin + (place + 0.5) * width if inside else threshold
-        if inside:
-            width *= 0.25 if cell * 4 > N_FAC else 0.5 if cell * 16 > N_FAC else 2.0 if cell * 80 < N_FAC else 1.0
-        elif not found:
-            width = max(width, 0.0625)
+        inside = 0 <= place < LAST
+        level = origin + (place + 0.5) * width if inside else threshold if not found else level
+        width *= factor(cell, abs(place - BELOW)) if inside else 1.0 if found else 2.0
+        width = min(max(width, 0.0625 if not (inside or found) else 2**-12), 16.0)
     moves = [abs(a - b) for a, b in itertools.pairwise(thresholds)]
     return searches, kept, moves
 
@@ -115,10 +124,15 @@ def replay(keys: Tensor) -> tuple[int, list[float], list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the record here (JSON)")
+    parser.add_argument("--keep", type=Path, help="keep the queries and keys here, for benchmarks/replay.py")
     options = parser.parse_args()
+    layers = capture()
+    if options.keep:
+        q = torch.stack([q[0, :, -STEPS:] for q, _ in layers]).half()
+        torch.save({"q": q, "k": torch.stack([k[0] for _, k in layers]).half(), "first": FIRST}, options.keep)
     searches, steps, kept, moves = 0, 0, [], []
     worst: dict[str, float] = {}
-    for number, (q, k) in enumerate(capture()):
+    for number, (q, k) in enumerate(layers):
         keys = keys_of_layer(q.float(), k.float())
         for h in range(keys.shape[1]):
             s, over, moved = replay(keys[:, h])

@@ -22,7 +22,7 @@ import torch
 
 #: A break-even length that no cache has: sparse decoding never pays.
 NEVER = 1 << 62
-_BINS = 128  # ``triton_kernels.score.BINS``, whose module needs triton
+_BINS = 256  # ``triton_kernels.score.BINS``, whose module needs triton
 
 _B, _L, _Hkv, _G, _d, _dv, _item, _n_fac, _w, _fc, _sms = _SIZES = sympy.symbols(
     "B L Hkv G d dv item n_fac w fc sms", integer=True, positive=True
@@ -35,7 +35,7 @@ _kept = sympy.Min(_n_fac, _L)
 
 DENSE_BYTES = _rows * _L * _row
 TIP_BYTES = _rows * _L * _fc
-KEY_BYTES = _rows * _L * 8  # the tokens' keys, fp32: written by TIP, read by FAC
+KEY_BYTES = _rows * _L * 6  # a token's key, fp32, and its code, one byte, which TIP writes; FAC reads the code
 FAC_BYTES = _rows * _kept * _row
 PACK_BYTES = _rows * _L * (_d * _item + _fc)  # where the packed cache is made anew in every step
 
@@ -49,7 +49,7 @@ SPARSE_LAUNCHES = sympy.Integer(4)  # query and refresh, TIP, FAC, merge
 PACKED_BYTES = _rows * (_L * _fc + 8)  # the packed cache and the memory of its last threshold, kept from step to step
 DENSE_SCRATCH = _rows * _dense_splits * _G * (_dv + 2) * 4
 SPARSE_SCRATCH = _rows * (
-    4 * _L
+    5 * _L
     + 8 * _BINS
     + 4 * sympy.Min(_n_fac + sympy.floor(_n_fac / 8), _L + 32 * _sparse_splits) * _sparse_splits
     + 4 * _sparse_splits * _G * (_dv + 2)

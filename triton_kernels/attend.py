@@ -2,7 +2,7 @@
 
 The bins that TIP counted tell from which level of key there are ``n_fac`` tokens; each program keeps the tokens of its part of
 the context that reach it and attends to them. They are the true top ``n_fac`` and, sharing the threshold's bin, at most an
-eighth more (bins follow the data, so it is a thirtieth on average). Where the bins do not tell (a first step, a jump, many
+eighth more (bins follow the data, so it is a fiftieth on average). Where the bins do not tell (a first step, a jump, many
 equal keys), each program searches the row's keys for the threshold itself: slower, and at most a thirty-second more.
 """
 
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .bounds import allowed_by
 from .launch import admit_successor, wait_for_predecessor
-from .score import BINS, bin_of, deal, dealt_token, row_bounds
+from .score import BELOW, BINS, LAST, deal, dealt_token, row_bounds
 
 
 @triton.jit
@@ -29,12 +29,27 @@ def _unordered(i):
 
 
 @triton.jit
+def _keys_at(keys, t, first, stop):
+    """Keys of tokens, -inf outside [first, stop): masked by fours, so that they are read four at a time. Behind the keys of
+    the last row there is room to read on."""
+    x = tl.load(keys + t, mask=t // 4 * 4 < stop, other=-float("inf"))
+    return tl.where((t >= first) & (t < stop), x, -float("inf"))
+
+
+@triton.jit
+def _codes_at(codes, t, first, stop, V: tl.constexpr):
+    """Codes of tokens, 0 outside [first, stop), read V at a time."""
+    code = tl.load(codes + t, mask=t // V * V < stop, other=0)
+    return tl.where((t >= first) & (t < stop), code.to(tl.int32), 0)
+
+
+@triton.jit
 def _count_between(keys, lo, hi, first, stop, BLOCK: tl.constexpr):
     """How many tokens in [first, stop) have keys in [lo, hi]; never those with -inf."""
     n = tl.full((), 0, tl.int32)
     for t0 in range(first // 16 * 16, stop, BLOCK):  # aligned, so that keys are read four at a time
         t = t0 + tl.arange(0, BLOCK)
-        x = tl.load(keys + t, mask=(t >= first) & (t < stop), other=-float("inf"))
+        x = _keys_at(keys, t, first, stop)
         n += tl.sum(((x >= lo) & (x <= hi)).to(tl.int32), axis=0)
     return n
 
@@ -51,7 +66,7 @@ def find_threshold(keys, n_fac, first, stop, BLOCK: tl.constexpr):
     most = tl.full((), -INF, tl.float32)
     for t0 in range(first // 16 * 16, stop, BLOCK):
         t = t0 + tl.arange(0, BLOCK)
-        x = tl.load(keys + t, mask=(t >= first) & (t < stop), other=-INF)
+        x = _keys_at(keys, t, first, stop)
         n_hi += tl.sum((x == INF).to(tl.int32), axis=0)
         n_lo += tl.sum((x > -INF).to(tl.int32), axis=0)
         least = tl.minimum(least, tl.min(tl.where(x > -INF, x, INF), axis=0))
@@ -215,15 +230,20 @@ def store_part(
 
 @triton.jit
 def select_tokens(
-    hint, keys, bins, window, kept, kept_count, row, split, first, stop, base, share, n_fac,
+    hint, keys, codes, bins, window, kept, kept_count, row, split, first, stop, base, share, n_fac,
     MASK_KIND: tl.constexpr, HAS_HINT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Writes which tokens of a program's part of the context are kept, in order, to its ``kept``; returns how many. The first
     program of a row also writes the next window's place to ``hint``."""
-    # The first keys are on their way while the bins are read, and each next tile's while one is looked at.
-    step = tl.arange(0, BLOCK_K // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]  # runs, side by side
-    token = dealt_token(step, split, base, SPLITS, 32)
-    x = tl.load(keys + token, mask=(step < share) & (token >= first) & (token < stop), other=-float("inf"))
+    # The first codes are on their way while the bins are read. A thread has V neighbours of each tile, and counts what it keeps
+    # of the tile without the others.
+    LANES: tl.constexpr = 128 if BLOCK_K >= 512 else BLOCK_K // 4
+    V: tl.constexpr = 16 if BLOCK_K >= LANES * 16 else BLOCK_K // LANES
+    i = (tl.arange(0, BLOCK_K // LANES // V) * (LANES * V))[:, None, None] + (
+        (tl.arange(0, LANES) * V)[:, None] + tl.arange(0, V)[None, :]
+    )[None]
+    token = dealt_token(i, split, base, SPLITS, 32)
+    code = _codes_at(codes, token, first, tl.where(i < share, stop, 0), V)
 
     # The lowest bin that, with all above it, holds n_fac tokens; accepted if that is at most an eighth more.
     origin = tl.load(window + row * 2)
@@ -234,56 +254,60 @@ def select_tokens(
     valid_count = stop - first
     if MASK_KIND != 0:
         valid_count = tl.load(bins + row * 2 * BINS + BINS)
-    # Its number, what it reaches and what it holds, in one reduction: L < 2^28.
-    found = (number.to(tl.int64) << 56) | (reach.to(tl.int64) << 28) | in_bin
+    # Its number, what it reaches and what it holds, in one reduction: L < 2^27.
+    found = (number.to(tl.int64) << 54) | (reach.to(tl.int64) << 27) | in_bin
     found = tl.max(tl.where(reach >= n_fac, found, -1), axis=0)
-    bin = (found >> 56).to(tl.int32)
-    n_bin = ((found >> 28) & 0xFFFFFFF).to(tl.int32)
-    cell = (found & 0xFFFFFFF).to(tl.int32)
+    bin = (found >> 54).to(tl.int32)
+    n_bin = ((found >> 27) & 0x7FFFFFF).to(tl.int32)
+    cell = (found & 0x7FFFFFF).to(tl.int32)
     everything = valid_count <= n_fac
     by_bin = everything | ((bin >= 0) & (n_bin <= n_fac + n_fac // 8))
-    edge = tl.where(everything, -float("inf"), bin.to(tl.float32))
+    edge = tl.where(everything, 1, bin + 2)
     hi_level = tl.full((), 0.0, tl.float32)
     lo = tl.full((), 0.0, tl.float32)
     below = tl.full((), 0, tl.int32)
     if by_bin == 0:
-        hi_level, lo, below = find_threshold(keys, n_fac, first, stop, 4096)
+        hi_level, lo, below = find_threshold(keys, n_fac, first, stop, 2048)
 
     if HAS_HINT and split == 0:
-        # The next window: this threshold in its middle, bins that hold about a thirtieth of n_fac.
+        # The next window: this threshold where its bins begin to be dense. Bins widen when it has moved by many of them and narrow
+        # slowly when by few, so that the window spans several times what the threshold moves in a step. (``threshold.py`` repeats
+        # this.)
         width = 1.0 / per_width
-        inside_window = (bin >= 0) & (bin < BINS - 1)
+        inside_window = (bin >= 0) & (bin < LAST)
         level = tl.where(inside_window, origin + (bin.to(tl.float32) + 0.5) * width, lo)
         level = tl.where(
-            (level > -1e30) & (level < 1e30) & (inside_window | (by_bin == 0)), level, origin + 0.5 * BINS * width
+            (level > -1e30) & (level < 1e30) & (inside_window | (by_bin == 0)), level, origin + BELOW * width
         )
-        halve = inside_window & (cell * 16 > n_fac)
-        quarter = inside_window & (cell * 4 > n_fac)
-        double = inside_window & (cell * 80 < n_fac)
-        width = tl.where(quarter, 0.25 * width, tl.where(halve, 0.5 * width, tl.where(double, 2.0 * width, width)))
-        width = tl.where((inside_window == 0) & (by_bin == 0), tl.maximum(width, 0.0625), width)
+        moved = tl.abs(bin - BELOW)
+        factor = tl.where(moved < 8, 0.9, 1.0)
+        factor = tl.where(cell * 80 < n_fac, tl.where(cell * 160 < n_fac, 2.0, 1.0), factor)
+        factor = tl.where((moved > 20) & (cell * 24 <= n_fac), 2.0, factor)
+        factor = tl.where(cell * 12 > n_fac, tl.where(cell * 4 > n_fac, 0.25, 0.5), factor)
+        width *= tl.where(inside_window, factor, 1.0)
+        width = tl.where((inside_window == 0) & (by_bin == 0), tl.maximum(2.0 * width, 0.0625), width)
         tl.store(hint + row * 2, level)
         tl.store(hint + row * 2 + 1, tl.minimum(tl.maximum(width, 0.000244140625), 16.0))
 
     # This program's part of the context: which of its tokens are kept, in order.
     mine = tl.full((), 0, tl.int32)
-    for i0 in range(0, share, BLOCK_K):
-        i = i0 + BLOCK_K + step
-        next_token = dealt_token(i, split, base, SPLITS, 32)
-        inside = (i < share) & (next_token >= first) & (next_token < stop)
-        next_x = tl.load(keys + next_token, mask=inside, other=-float("inf"))
+    for _ in range(0, share, BLOCK_K):
         if by_bin:
-            keep = (x > -float("inf")) & (bin_of(x, origin, per_width) >= edge)
+            keep = code >= edge
         else:
+            x = _keys_at(keys, token, first, tl.where(i < share, stop, 0))
             keep = (x >= hi_level) | ((x >= lo) & (x < hi_level) & (token < below))
-        # Counted within each run and then over runs: that way a scan of all needs no passes that wait for each other.
+        # Counted by each thread, then over threads: the order is theirs, the same in every run.
         flag = keep.to(tl.int32)
-        in_run = tl.sum(flag, axis=1)
-        before = mine + tl.cumsum(in_run, axis=0) - in_run
-        tl.store(kept + before[:, None] + tl.cumsum(flag, axis=1) - 1, token, mask=keep)
-        mine += tl.sum(in_run, axis=0)
-        token = next_token
-        x = next_x
+        of_run = tl.sum(flag, axis=2)
+        of_lane = tl.sum(of_run, axis=0)
+        before = mine + tl.cumsum(of_lane, axis=0) - of_lane
+        at = (before[None, :] + tl.cumsum(of_run, axis=0) - of_run)[:, :, None] + tl.cumsum(flag, axis=2) - flag
+        tl.store(kept + at, token, mask=keep)
+        mine += tl.sum(of_lane, axis=0)
+        i += BLOCK_K
+        token = dealt_token(i, split, base, SPLITS, 32)
+        code = _codes_at(codes, token, first, tl.where(i < share, stop, 0), V)
     tl.store(kept_count + row * SPLITS + split, mine)
     tl.debug_barrier()
     return mine
@@ -291,7 +315,7 @@ def select_tokens(
 
 @triton.jit
 def fac_kernel(
-    q, k, v, mask, bounds, hint, keys, bins, window, kept, kept_count, out, part, sinks,
+    q, k, v, mask, bounds, hint, keys, codes, bins, window, kept, kept_count, out, part, sinks,
     stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_mb, stride_mh, stride_mt, stride_bounds,
     L, n_fac, scale, softcap, room,
@@ -304,20 +328,22 @@ def fac_kernel(
 ):  # fmt: skip
     """Grid (SPLITS, B * HKV). ``kept [B * HKV, SPLITS, room]`` int32 receives the selected tokens of each program's part of
     the context and ``kept_count [B * HKV, SPLITS]`` their number. GIVEN: they hold a selection already."""
-    wait_for_predecessor(EARLY)
     split = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     b, h = row // HKV, row % HKV
     first, stop = row_bounds(bounds, b, stride_bounds, L, HAS_BOUNDS)
     base, share = deal(first, stop, SPLITS, 32)  # short runs: a stretch of good tokens is shared among programs
     q1, q2 = load_query(q, b, h, stride_qb, stride_qh, stride_qd, G, GP, D, D1, D2, WIDE)
+    # What was read so far, TIP does not write, and TIP has let this kernel start after all that came before it had ended.
+    wait_for_predecessor(EARLY)
     keys += row * L
+    codes += row * L
     kept += (row * SPLITS + split) * room
     if GIVEN:
         mine = tl.load(kept_count + row * SPLITS + split)
     else:
         mine = select_tokens(
-            hint, keys, bins, window, kept, kept_count, row, split, first, stop, base, share, n_fac,
+            hint, keys, codes, bins, window, kept, kept_count, row, split, first, stop, base, share, n_fac,
             MASK_KIND, HAS_HINT, SPLITS, BLOCK_K,
         )  # fmt: skip
     m_i = tl.full((GP,), -float("inf"), tl.float32)
@@ -359,15 +385,16 @@ def merge_kernel(
     use = i < splits
     at = part + ((row * splits + i) * G + g) * (DV + 2)
     m = tl.load(at, mask=use, other=-float("inf"))
+    of_part = tl.load(at + 1, mask=use, other=0.0)
+    acc = tl.load(at[:, None] + 2 + dv[None, :], mask=use[:, None] & (dv < DV)[None, :], other=0.0)
     top = tl.max(m, axis=0)
     if HAS_SINKS:
         sink = tl.load(sinks + head % HQ).to(tl.float32) * 1.4426950408889634
         top = tl.maximum(top, sink)
     top = tl.where(top == -float("inf"), 0.0, top)
     weight = tl.exp2(m - top)
-    total = tl.sum(weight * tl.load(at + 1, mask=use, other=0.0), axis=0)
+    total = tl.sum(weight * of_part, axis=0)
     if HAS_SINKS:
         total += tl.exp2(sink - top)
-    acc = tl.load(at[:, None] + 2 + dv[None, :], mask=use[:, None] & (dv < DV)[None, :], other=0.0)
     o = tl.sum(acc * weight[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out + head * DV + dv, o.to(out.dtype.element_ty), mask=dv < DV)

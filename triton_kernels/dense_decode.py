@@ -18,6 +18,7 @@ from .launch import (
     device_of,
     mask_arguments,
     on_device,
+    partition_alike,
     power_of_2,
     split_width,
     wait_for_predecessor,
@@ -110,11 +111,12 @@ def strides_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bounds: Tensor | Non
 def merge(part: Tensor | None, sinks: Tensor | None, out: Tensor, splits: int, sizes: dict[str, int | bool]) -> None:
     B, Hq = out.shape[:2]
     early = device_of(out).early
-    merge_kernel[(B * Hq,)](
+    launched = merge_kernel[(B * Hq,)](
         part, sinks, out, splits, HQ=Hq, G=sizes["G"], DV=sizes["DV"], DVP=sizes["DVP"],
         SPLITS_P=power_of_2(splits), HAS_SINKS=sinks is not None, EARLY=early, num_warps=4,
         launch_pdl=early,
     )  # fmt: skip
+    partition_alike(launched)
 
 
 def _splits(rows: int, tokens: int, block: int, device: Device) -> int:
@@ -176,13 +178,14 @@ def dense_decode(
         (B * Hkv * splits * (Hq // Hkv) * (DV + 2)) if splits > 1 else 1, dtype=torch.float32, device=q.device
     )
     with on_device(q):
-        dense_kernel[(splits + (refresh is not None), B * Hkv)](
+        launched = dense_kernel[(splits + (refresh is not None), B * Hkv)](
             q, k, v, m.tensor, bounds, out, part, sinks, *strides_of(q, k, v, m, bounds),
             L, scale, softcap, **sizes, MASK_KIND=m.kind, PER_HEAD=m.per_head, HAS_BOUNDS=bounds is not None,
             HAS_SINKS=sinks is not None, SOFTCAP=softcap != 0.0, SPLITS=splits, BLOCK_N=block,
             **(_NO_REFRESH if refresh is None else refresh.kernel_arguments()), EARLY=device.early, num_warps=4, num_stages=2,
             launch_pdl=device.early,
         )  # fmt: skip
+        partition_alike(launched)
         if splits > 1:
             merge(part, sinks, out, splits, sizes)
     return out

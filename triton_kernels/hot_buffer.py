@@ -87,7 +87,7 @@ def fetch_missing(
 
 @triton.jit
 def fetching_fac_kernel(
-    q, k, v, mask, bounds, hint, keys, bins, window, kept, kept_count, out, part, sinks,
+    q, k, v, mask, bounds, hint, keys, codes, bins, window, kept, kept_count, out, part, sinks,
     hot, tags, ledger, place, slots, stride_slots, n_slots,
     stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_mb, stride_mh, stride_mt, stride_bounds,
@@ -108,6 +108,7 @@ def fetching_fac_kernel(
     first, stop = row_bounds(bounds, b, stride_bounds, L, HAS_BOUNDS)
     base, share = deal(first, stop, SPLITS, 32)
     keys += row * L
+    codes += row * L
     mine_at = row * SPLITS + split
     kept += mine_at * room
     place += mine_at * room
@@ -118,7 +119,7 @@ def fetching_fac_kernel(
         mine = tl.load(kept_count + mine_at)
     else:
         mine = select_tokens(
-            hint, keys, bins, window, kept, kept_count, row, split, first, stop, base, share, n_fac,
+            hint, keys, codes, bins, window, kept, kept_count, row, split, first, stop, base, share, n_fac,
             MASK_KIND, HAS_HINT, SPLITS, BLOCK_K,
         )  # fmt: skip
     fetch_missing(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -43,9 +45,10 @@ class Device:
 
 @triton.jit
 def wait_for_predecessor(EARLY: tl.constexpr):
-    """What a kernel launched with ``launch_pdl`` does before it touches memory: waits until its predecessor has completed.
-    Since every kernel does so, first and unconditionally, all kernels before that one have completed too, and neither reads
-    nor writes can overtake theirs."""
+    """What a kernel launched with ``launch_pdl`` does before it touches what a step writes: waits until its predecessor has
+    completed. Since every kernel does so, unconditionally, all kernels before that one have completed too, and neither reads
+    nor writes can overtake theirs. Before the wait a kernel may read what its predecessor does not write, if that one admits it
+    only after a wait of its own: what came earlier is complete by then."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
 
@@ -68,6 +71,28 @@ def device_of(tensor: Tensor) -> Device:
     if not tensor.is_cuda:
         return Device(sms=4, capability=90, native=False)
     return _cuda_device(tensor.device.index)
+
+
+_PARTITIONED: set[int] = set()
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def partition_alike(kernel: Any) -> None:
+    """Asks for half of the L1 as shared memory for a kernel that was just launched, from its next launch on. The driver would
+    choose for each kernel by what it needs, and a multiprocessor that has to change the partition takes nothing of the next
+    kernel before all of the last is gone: for kernels of a microsecond or two that follow each other, that is what costs."""
+    function = getattr(kernel, "function", None)  # None where launches are interpreted or only recorded
+    if function is None or function in _PARTITIONED:
+        return
+    _PARTITIONED.add(function)
+    preferred_shared_memory_carveout = 9
+    _driver().cuFuncSetAttribute(
+        ctypes.c_void_p(function), preferred_shared_memory_carveout, 50
+    )  # a wish: no error to meet
 
 
 def power_of_2(n: int) -> int:

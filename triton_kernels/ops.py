@@ -11,8 +11,7 @@ same names; what is added here:
   host memory: all three or none.
 
 On CPU exactly ``min(n_fac, valid)`` tokens are attended to. On CUDA these, whatever ``hint`` holds, and the few that rank so
-close below them that telling them apart would cost a search: about a thirtieth of ``n_fac`` on average, never more than an
-eighth.
+close below them that telling them apart would cost a search: a fiftieth of ``n_fac`` on average, never more than an eighth.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from . import reference
 from .formats import fc_cache_spec
 
 #: Raise it with every change of what a kernel computes or of how it is called.
-KERNEL_VERSION = 3
+KERNEL_VERSION = 4
 
 #: Columns of ``hint``: the last threshold and the width of a bin around it (base-2 log units of the keys).
 HINT_COLUMNS = 2

@@ -13,11 +13,10 @@ from .pack import encode_e4m3, pack_slots, round_half_even, rounded_to
 
 
 @triton.jit
-def _scaled(q_rows, dims, spread, use, stride_qd):
-    """``y = (q * spread)[dims]`` without NaN and inf. ``q_rows [G, 1]`` pointers, ``dims, spread [1, W]``, ``use [G, W]``."""
-    at = tl.load(dims, mask=use, other=0)
+def _scaled(q_rows, at, spread, use, stride_qd):
+    """``y = (q * spread)[at]`` without NaN and inf. ``q_rows [G, 1]`` pointers, ``at, spread [1, W]``, ``use [G, W]``."""
     y = tl.load(q_rows + at.to(tl.int64) * stride_qd, mask=use, other=0.0).to(tl.float32)
-    y = y * tl.load(spread, mask=use, other=0.0)
+    y = y * spread
     y = tl.where(y == y, y, 0.0)
     return tl.minimum(tl.maximum(y, -3.3895313892515355e38), 3.3895313892515355e38)
 
@@ -42,10 +41,19 @@ def query_kernel(
     ``factors [rows, GP]``, what turns a dot into a score, and ``sums [rows, GP]``, the codes' sums (integer formats). HALVES: e4m3 numbers are written as fp16, divided by 512. Clears
     ``bins [rows, BINS]`` for the counts that follow. AFFINE: ``levels [rows, G]`` are what is taken from each head's scores,
     ``norm [HKV * G]`` and the query's dot with ``slopes [HKV * G, W]``."""
-    wait_for_predecessor(EARLY)
-    admit_successor(EARLY)
     row = tl.program_id(0).to(tl.int64)
     b, h = row // HKV, row % HKV
+    # What no step writes is read before the wait.
+    w = tl.arange(0, BLOCK_W)
+    INT4: tl.constexpr = FMT == "int4"
+    END: tl.constexpr = HALF if INT4 else W
+    at_lo = tl.load(dims + h * W + w, mask=w < END, other=0)[None, :]
+    spread_lo = tl.load(spread + h * W + w, mask=w < END, other=0.0)[None, :]
+    if INT4:
+        at_hi = tl.load(dims + h * W + HALF + w, mask=HALF + w < W, other=0)[None, :]
+        spread_hi = tl.load(spread + h * W + HALF + w, mask=HALF + w < W, other=0.0)[None, :]
+    wait_for_predecessor(EARLY)
+    admit_successor(EARLY)
     if HAS_SLOTS and tl.program_id(1) == 1:
         pack_slots(
             k + b * stride_kb + h * stride_kh, slots + b * stride_slots, data, meta, dims + h * W, centre + h * W,
@@ -54,16 +62,11 @@ def query_kernel(
         return
     tl.store(bins + row * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
     g = tl.arange(0, GP)
-    w = tl.arange(0, BLOCK_W)
-    INT4: tl.constexpr = FMT == "int4"
-    END: tl.constexpr = HALF if INT4 else W
     q_rows = q + b * stride_qb + (h * G + g[:, None]) * stride_qh
-    lo = _scaled(q_rows, (dims + h * W + w)[None, :], (spread + h * W + w)[None, :],
-                 (g < G)[:, None] & (w < END)[None, :], stride_qd)  # fmt: skip
+    lo = _scaled(q_rows, at_lo, spread_lo, (g < G)[:, None] & (w < END)[None, :], stride_qd)
     largest = tl.max(tl.abs(lo), axis=1)
     if INT4:
-        hi = _scaled(q_rows, (dims + h * W + HALF + w)[None, :], (spread + h * W + HALF + w)[None, :],
-                     (g < G)[:, None] & (HALF + w < W)[None, :], stride_qd)  # fmt: skip
+        hi = _scaled(q_rows, at_hi, spread_hi, (g < G)[:, None] & (HALF + w < W)[None, :], stride_qd)
         largest = tl.maximum(largest, tl.max(tl.abs(hi), axis=1))
     if AFFINE:
         s_at = slopes + (h * G + g[:, None]) * W + w[None, :]

@@ -17,9 +17,11 @@ import triton.language as tl
 from .bounds import allowed_by
 from .launch import admit_successor, wait_for_predecessor
 
-# Bins adapt to hold about a thirtieth of n_fac each, so half of them reach 1.6 nats either way: several times what the
-# threshold of real text moves in a step.
-BINS: tl.constexpr = tl.constexpr(128)
+# Below the last threshold there is room for 64 bins, above it, where tokens are few and counting is cheap, for the rest. Bins
+# hold a twelfth to an eightieth of n_fac and widen as the threshold moves; LAST is where a byte ends, two codes being taken.
+BINS: tl.constexpr = tl.constexpr(256)
+BELOW: tl.constexpr = tl.constexpr(64)
+LAST: tl.constexpr = tl.constexpr(252)
 
 
 @triton.jit
@@ -56,20 +58,20 @@ def row_window(hint, row, HAS_HINT: tl.constexpr):
         level = tl.where((guess > -1e30) & (guess < 1e30), guess, level)
         guess = tl.load(hint + row * 2 + 1)
         width = tl.where((guess >= 0.000244140625) & (guess <= 16.0), guess, width)
-    return level - 0.5 * BINS * width, 1.0 / width
+    return level - BELOW * width, 1.0 / width
 
 
 @triton.jit
 def bin_of(key, origin, per_width):
-    """The bin of a key, as a float, negative below the first. Selection repeats these very operations: a token is kept by
-    the bin it was counted in."""
-    return tl.minimum((key - origin) * per_width, BINS - 1.0)
+    """The bin of a key, as a float, negative below the first."""
+    return tl.minimum((key - origin) * per_width, LAST)
 
 
 @triton.jit
-def _clean(s):
+def _clean(s, NATIVE: tl.constexpr):
     """NaN ranks lowest, and infinities are the largest finite numbers: +-inf have meanings of their own in keys."""
-    s = tl.where(s == s, s, -3.4028234663852886e38)
+    if not NATIVE:  # on a GPU the maximum of NaN and a number is the number
+        s = tl.where(s == s, s, -3.4028234663852886e38)
     return tl.minimum(tl.maximum(s, -3.4028234663852886e38), 3.4028234663852886e38)
 
 
@@ -80,8 +82,13 @@ def _soft(s, softcap):
 
 
 @triton.jit
-def _log_sum(top, total):
-    return top + tl.log2(tl.maximum(total, 1.1754943508222875e-38))
+def _log_sum(top, total, NATIVE: tl.constexpr):
+    total = tl.maximum(total, 1.1754943508222875e-38)
+    if NATIVE:  # one instruction instead of two dozen, exact to 2^-22
+        return top + tl.inline_asm_elementwise(
+            "lg2.approx.f32 $0, $1;", "=f,f", [total], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return top + tl.log2(total)
 
 
 @triton.jit
@@ -106,6 +113,21 @@ def _nibble_high(w):
         is_pure=True,
         pack=1,
     )
+
+
+@triton.jit
+def _nibbles(x):
+    """Low and high nibbles of bytes, four at a time."""
+    low = tl.inline_asm_elementwise("and.b32 $0, $1, 0x0F0F0F0F;", "=r,r", [x], dtype=tl.int8, is_pure=True, pack=4)
+    high = tl.inline_asm_elementwise(
+        "{ .reg .b32 t; shr.u32 t, $1, 4; and.b32 $0, t, 0x0F0F0F0F; }",
+        "=r,r",
+        [x],
+        dtype=tl.int8,
+        is_pure=True,
+        pack=4,
+    )
+    return low, high
 
 
 @triton.jit
@@ -153,7 +175,7 @@ def _token_mask(mask, b, head, token, inside, stride_mb, stride_mh, stride_mt, M
 
 @triton.jit
 def tip_kernel(
-    query, factors, sums, source, meta, norm, mask, bounds, hint, keys, bins, window, stats,
+    query, factors, sums, source, meta, norm, mask, bounds, hint, keys, bins, window, stats, codes,
     stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_mb, stride_mh, stride_mt, stride_bounds,
     L, scale, softcap, n_sink, n_recent,
@@ -163,7 +185,8 @@ def tip_kernel(
     HAS_HINT: tl.constexpr, HAS_NORM: tl.constexpr, SOFTCAP: tl.constexpr, MAX: tl.constexpr,
     PASS: tl.constexpr,  # "keys", "stats" (log-sum-exp partials of each head), "keys-by-stats"
     ENGINE: tl.constexpr,  # "words" (four dims at a time), "dot" (tensor cores); "all" scores with K itself
-    FP8: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, CHUNKS: tl.constexpr, HOIST: tl.constexpr,
+    FP8: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, PACK: tl.constexpr, CHUNKS: tl.constexpr,
+    HOIST: tl.constexpr, NATIVE: tl.constexpr,
     COUNT: tl.constexpr, LEVELS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (CHUNKS, B * HKV). ``source`` is the packed data and ``query, factors, sums`` are ``query_kernel``'s; when ENGINE is
@@ -171,7 +194,8 @@ def tip_kernel(
     ``bins [rows, 2 * BINS]``: BINS counts of the keys in the window or above it, then the number of valid tokens (only with a
     mask: else the bounds tell). LEVELS: ``norm`` has a row of its own for every sequence, ``[B * HKV, G]``. HOIST: keep the rounded queries of all heads in registers. COUNT: how
     bins are added to, "each" key by itself, or a "tile" at a time, which a program with few tiles does faster; "no": not."""
-    wait_for_predecessor(EARLY)
+    if ENGINE == "all":
+        wait_for_predecessor(EARLY)
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     b, h = row // HKV, row % HKV
@@ -187,11 +211,15 @@ def tip_kernel(
     head = h * G + g
     is_head = g < G
     keys += row * L
+    codes += row * L
     bins += row * 2 * BINS
     if META > 0:
         meta += row * L * META
     if ENGINE != "all":
         source += row * L * COLUMNS
+        # The query's kernel, which this one follows, has let it start after all that came before had ended: what was read so
+        # far, it does not write.
+        wait_for_predecessor(EARLY)
     # What is subtracted of each head's scores; padded heads count for nothing.
     level = tl.where(is_head, 0.0, float("inf"))
     if PASS == "keys-by-stats":
@@ -200,7 +228,7 @@ def tip_kernel(
         tops = tl.load(stats + s_at)
         s_top = tl.maximum(tl.max(tops, axis=0), LOWEST)
         s_total = tl.sum(tl.load(stats + s_at + 1) * tl.exp2(tops - s_top[None, :]), axis=0)
-        level = tl.where(is_head, tl.maximum(_log_sum(s_top, s_total), LOWEST), float("inf"))
+        level = tl.where(is_head, tl.maximum(_log_sum(s_top, s_total, NATIVE), LOWEST), float("inf"))
     elif HAS_NORM and PASS == "keys":
         level = tl.load(norm + head, mask=is_head, other=float("inf")).to(tl.float32) * LOG2E
 
@@ -228,12 +256,16 @@ def tip_kernel(
             factor_of = factor_of + (tl.load(factors + row * GP + n) * UNIT,)
             level_of = level_of + (tl.load(norm + h * G + n).to(tl.float32) * LOG2E if HAS_NORM else 0.0,)
     elif ENGINE == "dot":
-        w = tl.arange(0, BLOCK_W)
-        q_at = query + (row * 2 * GP + g[None, :]) * BLOCK_W + w[:, None]  # [W, GP]
-        q_lo = tl.load(q_at)
+        # A row of the left operand is PACK tokens side by side, a column of the right one is a head's query where one of them
+        # lies, and zeros: the product has a column for each head of each token, and none for padding.
+        w = tl.arange(0, PACK * BLOCK_W)
+        n = tl.arange(0, PACK * GP)
+        q_at = query + (row * 2 * GP + (n % GP)[None, :]) * BLOCK_W + (w % BLOCK_W)[:, None]  # [PACK * W, PACK * GP]
+        own = (w // BLOCK_W)[:, None] == (n // GP)[None, :]
+        q_lo = tl.load(q_at, mask=own, other=0.0)
         factor = tl.load(factors + row * GP + g) * UNIT
         if FMT == "int4":
-            q_hi = tl.load(q_at + GP * BLOCK_W)
+            q_hi = tl.load(q_at + GP * BLOCK_W, mask=own, other=0.0)
         if FMT == "int4" or FMT == "int8":
             code_sum = tl.load(sums + row * GP + g)
         if FMT == "fp8" and not FP8:
@@ -311,7 +343,7 @@ def tip_kernel(
                     ok, head_bias = _token_mask(
                         mask, b, h * G + n, token, inside, stride_mb, stride_mh, stride_mt, MASK_KIND
                     )
-                    one = tl.where(ok, _clean(one + head_bias), -float("inf"))
+                    one = tl.where(ok, _clean(one + head_bias, NATIVE), -float("inf"))
                     any_head = any_head | ok
                 one = one - level_of[n]
                 top = tl.maximum(top, one)
@@ -321,29 +353,41 @@ def tip_kernel(
                 total = tl.zeros((BLOCK_T,), tl.float32)
                 for n in tl.static_range(G):
                     total += tl.exp2(scores[n] - top)
-                key = _log_sum(top, total)
+                key = _log_sum(top, total, NATIVE)
             counted = any_head
         else:
             if ENGINE == "dot":
-                col = tl.arange(0, BLOCK_W)
-                x_at = source + token[:, None] * COLUMNS + col[None, :]
-                x = tl.load(x_at, mask=inside[:, None] & (col < COLUMNS)[None, :], other=0.0)
+                first_of = base + i0 * CHUNKS + chunk * BLOCK_T + tl.arange(0, BLOCK_T // PACK) * PACK
+                x_at = source + first_of[:, None] * COLUMNS + w[None, :]
+                if PACK == 1:
+                    there = inside[:, None] & (w < COLUMNS)[None, :]
+                else:  # COLUMNS == BLOCK_W; what lies before the first valid token may be read
+                    there = first_of[:, None] + (w // BLOCK_W)[None, :] < stop
+                x = tl.load(x_at, mask=there, other=0.0)
                 if FMT == "int4" or FMT == "int8":
                     token_scale = tl.load(meta + token * META, mask=inside, other=0.0).to(tl.float32)
                     token_zero = tl.load(meta + token * META + 1, mask=inside, other=0.0).to(tl.float32)
                     if FMT == "int4":
-                        dot = tl.dot((x & 15).to(tl.int8), q_lo)
-                        dot = tl.dot((x >> 4).to(tl.int8), q_hi, acc=dot, out_dtype=tl.int32)
+                        if NATIVE:
+                            x_lo, x_hi = _nibbles(x)
+                        else:
+                            x_lo = (x & 15).to(tl.int8)
+                            x_hi = (x >> 4).to(tl.int8)
+                        dot = tl.dot(x_lo, q_lo)
+                        dot = tl.dot(x_hi, q_hi, acc=dot, out_dtype=tl.int32)
                     else:
-                        dot = tl.dot(x, q_lo) + 128 * code_sum[None, :]
+                        dot = tl.dot(x, q_lo)
+                    dot = tl.reshape(dot, [BLOCK_T, GP])
+                    if FMT == "int8":
+                        dot += 128 * code_sum[None, :]
                     s = (
                         token_scale[:, None] * dot.to(tl.float32)
                         + token_zero[:, None] * code_sum.to(tl.float32)[None, :]
                     )
                 elif FMT == "fp8" and not FP8:
-                    s = tl.dot(e4m3_as_half(x), q_lo)
+                    s = tl.reshape(tl.dot(e4m3_as_half(x), q_lo), [BLOCK_T, GP])
                 else:
-                    s = tl.dot(x, q_lo, input_precision="ieee")
+                    s = tl.reshape(tl.dot(x, q_lo, input_precision="ieee"), [BLOCK_T, GP])
             else:
                 s = tl.zeros((BLOCK_T, GP), tl.float32)
                 for d0 in tl.static_range(0, D, BLOCK_W):
@@ -357,7 +401,7 @@ def tip_kernel(
                         x = x.to(tl.float32)
                         y = y.to(tl.float32)
                     s = tl.dot(x, tl.trans(y), acc=s, input_precision="ieee")
-                s = _clean(s)  # packed data holds neither NaN nor inf; keys may
+                s = _clean(s, NATIVE)  # packed data holds neither NaN nor inf; keys may
             s = s * factor[None, :]
             if SOFTCAP:
                 s = _soft(s, softcap)
@@ -370,11 +414,11 @@ def tip_kernel(
                 valid = valid & allowed_by(m, MASK_KIND == 1)
                 if MASK_KIND == 2:
                     s = s + tl.where(valid, m.to(tl.float32), 0.0) * LOG2E
-                s = tl.where(valid, _clean(s), -float("inf"))
+                s = tl.where(valid, _clean(s, NATIVE), -float("inf"))
                 counted = tl.max(valid.to(tl.int32), axis=1) > 0
             if PASS == "stats":
                 if not PER_HEAD:
-                    s = tl.where(counted[:, None], _clean(s + bias[:, None]), -float("inf"))
+                    s = tl.where(counted[:, None], _clean(s + bias[:, None], NATIVE), -float("inf"))
                 most = tl.maximum(run_top, tl.max(s, axis=0))
                 safe = tl.maximum(most, LOWEST)
                 run_sum = run_sum * tl.exp2(run_top - safe) + tl.sum(tl.exp2(s - safe[None, :]), axis=0)
@@ -383,20 +427,24 @@ def tip_kernel(
                 s = s - level[None, :]
                 key = tl.maximum(tl.max(s, axis=1), LOWEST)
                 if not MAX:
-                    key = _log_sum(key, tl.sum(tl.exp2(s - key[:, None]), axis=1))
+                    key = _log_sum(key, tl.sum(tl.exp2(s - key[:, None]), axis=1), NATIVE)
 
         if PASS != "stats":
-            key = _clean(key + bias)
-            key = tl.where(key == 0.0, 0.0, key)
-            forced = (token < first + n_sink) | (token >= stop - n_recent)
-            key = tl.where(counted, tl.where(forced, float("inf"), key), -float("inf"))
+            key = _clean(key + bias + 0.0, NATIVE)  # + 0: there is no negative zero
+            t0 = base + i0 * CHUNKS + chunk * BLOCK_T
+            if (t0 < first + n_sink) | (t0 + BLOCK_T > stop - n_recent):
+                forced = (token < first + n_sink) | (token >= stop - n_recent)
+                key = tl.where(inside, tl.where(forced, float("inf"), key), -float("inf"))
+            if MASK_KIND != 0:
+                key = tl.where(counted, key, -float("inf"))
             tl.store(keys + token, key, mask=inside)
+            bin = tl.maximum(bin_of(key, origin, per_width), -1.0)
+            tl.store(codes + token, tl.where(key > -float("inf"), bin.to(tl.int32) + 2, 0).to(tl.uint8), mask=inside)
+            in_window = counted & (bin >= 0.0)
             if COUNT == "tile":
-                bin = bin_of(key, origin, per_width)
-                found += tl.histogram(tl.maximum(bin, 0.0).to(tl.int32), BINS, mask=counted & (bin >= 0.0))
+                found += tl.histogram(tl.maximum(bin, 0.0).to(tl.int32), BINS, mask=in_window)
             elif COUNT == "each":
-                bin = bin_of(key, origin, per_width)
-                tl.atomic_add(bins + tl.maximum(bin, 0.0).to(tl.int32), 1, mask=counted & (bin >= 0.0), sem="relaxed")
+                tl.atomic_add(bins + tl.maximum(bin, 0.0).to(tl.int32), 1, mask=in_window, sem="relaxed")
             if MASK_KIND != 0:
                 seen += counted.to(tl.int32)
 

@@ -13,7 +13,7 @@ from .dense_decode import Refresh, attend_sizes, dense_decode, merge, strides_of
 from .formats import INFO, REDUCTIONS, check_format
 from .hot_buffer import fetching_fac_kernel
 from .hot_slots import fac_parts
-from .launch import Device, device_of, mask_arguments, on_device, power_of_2
+from .launch import Device, device_of, mask_arguments, on_device, partition_alike, power_of_2
 from .pack import bytes_view, pack_sizes
 from .query import query_kernel
 from .score import BINS, tip_kernel
@@ -44,7 +44,8 @@ def configuration(
     V that a token and head have, as the dots take them; ``query_words``: what a thread would keep of the group's queries.
 
     Measured on an H100: TIP is fastest with the queries in registers, 4 programs a multiprocessor, or 8 that
-    read them again for every tile where they are too many; FAC with 4. Keys of short scans are counted a tile at a time: single counts queue up at few addresses.
+    read them again for every tile where they are too many; FAC with 4. Keys of the shortest scans are
+    counted a tile at a time: single counts queue up at few addresses.
     """
     long = rows * L >= 1 << 19
     block_t = 256 if long and (engine == "dot" or fmt == "fp8") else 128
@@ -59,7 +60,7 @@ def configuration(
         tip_warps=8 if engine == "dot" and long else 4,
         tip_stages=3 if engine == "dot" else 1,
         hoist=hoist,
-        count="tile" if engine == "words" and rows * L <= 1 << 19 else "each",
+        count="tile" if engine == "words" and rows * L <= 1 << 16 else "each",
         splits=splits,
         block_k=_block_k(L, splits),
         block_n=block_n,
@@ -69,7 +70,7 @@ def configuration(
 
 
 def _block_k(L: int, splits: int) -> int:
-    return max(128, min(1024, power_of_2(-(-L // splits))))
+    return max(128, min(2048, power_of_2(-(-L // splits))))
 
 
 def sparse_decode(
@@ -140,7 +141,7 @@ def sparse_decode(
 
     G, rows = Hq // Hkv, B * Hkv
     device = device_of(q)
-    engine, GP, block_w = _engine(data, fmt, G, D, reduction, device)
+    engine, GP, block_w, pack = _engine(data, fmt, G, D, reduction, device, rows * L)
     c = config or configuration(rows, L, n_fac, token_width(q, k, v), engine, fmt, GP * block_w // 2, device)
     if tags is not None and tags.shape[2] != c.splits:
         c = replace(c, splits=tags.shape[2], block_k=_block_k(L, tags.shape[2]))
@@ -152,7 +153,8 @@ def sparse_decode(
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
 
-    keys = scratch(rows, L)
+    keys = scratch(rows * L + 16)  # these two are read somewhat beyond their end
+    codes = scratch(rows * L + 16, dtype=torch.uint8)
     bins = scratch(rows, 2 * BINS.value, dtype=torch.int32)
     if data is None:  # else the query's kernel clears them
         bins.zero_()
@@ -181,7 +183,7 @@ def sparse_decode(
     with on_device(q):
         if data is not None:
             assert meta is not None and dims is not None
-            query_kernel[(rows, 1 if slots is None else 2)](
+            launched = query_kernel[(rows, 1 if slots is None else 2)](
                 q, k, dims, centre, spread, slots, bytes_view(data), meta, bytes_view(query), factors, sums, bins,
                 norm, slopes, levels,
                 *strides[:7], 0 if slots is None or slots.dim() == 1 else slots.stride(0),
@@ -191,20 +193,22 @@ def sparse_decode(
                 HAS_NORM=norm is not None, AFFINE=levels is not None, EARLY=device.early,
                 num_warps=2, launch_pdl=device.early,
             )  # fmt: skip
+            partition_alike(launched)
         norm = norm if levels is None else levels
         for step in ("stats", "keys-by-stats") if reduction == "softmax_sum" else ("keys",):
-            tip_kernel[(c.chunks, rows)](
+            launched = tip_kernel[(c.chunks, rows)](
                 query, factors, sums, source, meta, norm, m.tensor, bounds, hint,
-                keys, bins, window, stats,
+                keys, bins, window, stats, codes,
                 *strides[:7], *strides[11:], L, scale, softcap, n_sink, n_recent,
                 HKV=Hkv, G=G, GP=GP, D=D, FMT=fmt, COLUMNS=1 if data is None else data.shape[3],
                 META=0 if meta is None else meta.shape[3], COUNT="no" if given is not None else c.count, MASK_KIND=m.kind, PER_HEAD=m.per_head,
                 HAS_BOUNDS=bounds is not None, HAS_HINT=hint is not None, HAS_NORM=norm is not None,
                 SOFTCAP=softcap != 0.0, MAX=reduction == "max", PASS=step, ENGINE=engine, FP8=device.fp8,
-                BLOCK_W=block_w, BLOCK_T=c.block_t, CHUNKS=c.chunks, HOIST=c.hoist,
+                BLOCK_W=block_w, BLOCK_T=c.block_t, PACK=pack, NATIVE=device.native, CHUNKS=c.chunks, HOIST=c.hoist,
                 LEVELS=levels is not None, EARLY=device.early,
                 num_warps=c.tip_warps, num_stages=c.tip_stages, launch_pdl=device.early,
             )  # fmt: skip
+            partition_alike(launched)
         sizes = attend_sizes(q, k, v)
         how = dict(
             **sizes, MASK_KIND=m.kind, PER_HEAD=m.per_head, HAS_BOUNDS=bounds is not None, HAS_HINT=hint is not None,
@@ -212,35 +216,46 @@ def sparse_decode(
             BLOCK_N=c.block_n, GIVEN=given is not None, EARLY=device.early, num_warps=c.fac_warps, num_stages=c.fac_stages,
             launch_pdl=device.early,
         )  # fmt: skip
-        attended = (q, k, v, m.tensor, bounds, hint, keys, bins, window, kept, kept_count, out, part, sinks)
+        attended = (q, k, v, m.tensor, bounds, hint, keys, codes, bins, window, kept, kept_count, out, part, sinks)
         if hot is None:
-            fac_kernel[(splits, rows)](*attended, *strides, L, n_fac, scale, softcap, room, **how)
+            launched = fac_kernel[(splits, rows)](*attended, *strides, L, n_fac, scale, softcap, room, **how)
         else:
             assert tags is not None and ledger is not None
             place = torch.empty_like(kept)
-            fetching_fac_kernel[(splits, rows)](
+            launched = fetching_fac_kernel[(splits, rows)](
                 *attended, hot, tags, ledger, place, kept if slots is None else slots,
                 0 if slots is None or slots.dim() == 1 else slots.stride(0), 0 if slots is None else slots.shape[-1],
                 *strides, L, n_fac, scale, softcap, room, HAS_SLOTS=slots is not None, C=tags.shape[3],
                 CP=power_of_2(tags.shape[3]), DP=power_of_2(D), **how,
             )  # fmt: skip
+        partition_alike(launched)
         if splits > 1:
             merge(part, sinks, out, splits, sizes)
     return out
 
 
-def _engine(data: Tensor | None, fmt: str, G: int, D: int, reduction: str, device: Device) -> tuple[str, int, int]:
-    """How TIP multiplies, over how many (padded) heads and dims.
+def _engine(
+    data: Tensor | None, fmt: str, G: int, D: int, reduction: str, device: Device, tokens: int
+) -> tuple[str, int, int, int]:
+    """How TIP multiplies, over how many (padded) heads and dims, and how many tokens make a row of the tensor cores' operand.
 
-    Words of four dims in each thread waste nothing on padded heads, which is what bounds the tensor cores' way with the few
-    heads of a group; that one remains for wide formats and large groups.
+    Words of four dims in each thread waste nothing on padding and start fast. The tensor cores need less work for each token:
+    they take at least 8 or 16 columns, and with fewer heads several tokens share a row. ``tokens``: of all rows together; where
+    the tensor cores begin to win was measured on an H100.
     """
     if data is None:
-        return "all", max(16, power_of_2(G)), min(64, max(16, power_of_2(D)))
+        return "all", max(16, power_of_2(G)), min(64, max(16, power_of_2(D))), 1
     columns = data.shape[3]
     narrow = INFO[fmt].bits > 0 or (fmt == "fp8" and device.fp8)
-    if narrow and columns % 4 == 0 and device.native and reduction != "softmax_sum" and G <= 8:
-        return "words", power_of_2(G), max(4, power_of_2(columns))
-    # 16 heads: the least that Hopper's e4m3 dot takes. (Others would do with 8, padding less.)
-    heads = max(16 if fmt == "fp8" else 8, power_of_2(G))
-    return "dot", heads, max(32 if data.element_size() == 1 else 16, power_of_2(columns))
+    words = narrow and columns % 4 == 0 and device.native and reduction != "softmax_sum" and G <= 8
+    few = tokens < (1 << 18 if fmt == "fp8" else 1 << 21)
+    least = 16 if fmt == "fp8" else 8  # 16: the least that Hopper's e4m3 dot takes
+    if columns == power_of_2(columns) >= 16 and fmt != "fp32" and not (words and few):
+        pack = max(1, least // power_of_2(G))
+        while pack > 1 and pack * columns * data.element_size() > 512:
+            pack //= 2
+        if pack * power_of_2(G) >= least:
+            return "dot", power_of_2(G), columns, pack
+    if words:
+        return "words", power_of_2(G), max(4, power_of_2(columns)), 1
+    return "dot", max(least, power_of_2(G)), max(32 if data.element_size() == 1 else 16, power_of_2(columns)), 1

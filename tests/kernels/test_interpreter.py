@@ -102,6 +102,18 @@ def test_options(options: dict[str, object]) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("fmt, G, mask", [("int4", 4, ""), ("int4", 1, "per head"), ("fp8", 3, "bool"), ("fp16", 2, "additive")])
+def test_tokens_that_share_a_row_of_the_operand(fmt: str, G: int, mask: str) -> None:
+    from fasa_compile.triton_kernels import launch, sparse_decode
+
+    case = make_case(fmt, W=32, D=40, G=G, L=297, mask=mask)
+    device = launch.device_of(case.q)
+    engine, *_, pack = sparse_decode._engine(case.cache[0], fmt, G, 40, "static", device, 1 << 22)
+    assert engine == "dot" and pack > 1
+    check_step(case)
+
+
+@interpreted
 @pytest.mark.parametrize("state", [0.0, -1.0, float("nan"), float("inf"), -50.0, 1e38])
 def test_whatever_the_hint_holds(state: float) -> None:
     case = make_case("fp32")
