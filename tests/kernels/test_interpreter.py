@@ -102,7 +102,9 @@ def test_options(options: dict[str, object]) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("fmt, G, mask", [("int4", 4, ""), ("int4", 1, "per head"), ("fp8", 3, "bool"), ("fp16", 2, "additive")])
+@pytest.mark.parametrize(
+    "fmt, G, mask", [("int4", 4, ""), ("int4", 1, "per head"), ("fp8", 3, "bool"), ("fp16", 2, "additive")]
+)
 def test_tokens_that_share_a_row_of_the_operand(fmt: str, G: int, mask: str) -> None:
     from fasa_compile.triton_kernels import launch, sparse_decode
 
