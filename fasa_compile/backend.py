@@ -34,6 +34,7 @@ from fasa_compile.profiles.schema import FCProfile
 from fasa_compile.report import GraphRecord, Report, why
 from fasa_compile.rewrite import VIEWS, NotExpressible, Rewritten, rewrite
 from fasa_compile.runtime import Runtime, counted
+from fasa_compile.sharding import agree, share_of
 from fasa_compile.sites import AttentionSite, NoMatch, below
 
 log = logging.getLogger("fasa_compile")
@@ -293,9 +294,12 @@ class FasaBackend:
         sites, root = self._located(sites)
         prefix = self._check_model([s for s in sites if isinstance(s, AttentionSite)], root)
         grad, autocast = _records_gradients(example_inputs), _autocasts(gm, example_inputs)
+        found = {s.index: share_of(s, shadow) for s in sites if isinstance(s, AttentionSite)}
+        shares = {index: share for index, share in found.items() if share is not None}
         hosted = [site.index for site in sites if _hosted(site, shadow)]
-        planned = plan(sites, self.policy, grad=grad, autocast=autocast, prefix=prefix, hosted=hosted)
+        planned = plan(sites, self.policy, grad=grad, autocast=autocast, prefix=prefix, hosted=hosted, shares=shares)
         _check_memory(planned)
+        agree(planned, self.policy, shares.values())
         return shadow, planned, self._checker(root, prefix)
 
     def _located(
@@ -548,10 +552,7 @@ def fasa(
     if "profile" not in mine:
         raise TypeError('backend="fasa" needs options={"profile": <path or name of a profile, "all" or None>}')
     profile = mine.pop("profile")
-    key = (
-        str(profile) if not isinstance(profile, FCProfile) else id(profile),
-        *sorted((k, repr(v)) for k, v in mine.items()),
-    )
+    key = (_identity(profile), *sorted((k, repr(v)) for k, v in mine.items()))
     if key not in _named:
         _named[key] = fasa_backend(profile, **mine)
     return _named[key](gm, example_inputs, mode=mode, options=given or None)

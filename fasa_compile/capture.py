@@ -7,6 +7,9 @@ program: for each Dynamo node the shadow node of its value when it was made, and
 
 The trace runs on fake tensors in Dynamo's own fake mode, so it allocates nothing, executes nothing and keeps Dynamo's
 symbols for sizes. It adds no guards of its own.
+
+Tensor subclasses (DTensors, quantised weights) are not looked into: what is computed from one enters the shadow as the result
+of ``fasa::outside``, a value of which only its shape is known.
 """
 
 from __future__ import annotations
@@ -19,13 +22,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.utils._pytree
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass, transform_subclass
+from torch.utils._pytree import tree_map, tree_map_only
+
+
+@torch.library.custom_op("fasa::outside", mutates_args=())
+def outside(
+    made_of: Sequence[torch.Tensor], size: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Stands in a shadow for what a tensor subclass computed from ``made_of``, of that size. It is never run."""
+    raise NotImplementedError("fasa::outside stands for a computation that only the traced model has")
+
+
+@outside.register_fake
+def _(made_of: Sequence[torch.Tensor], size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -93,15 +111,7 @@ def fake_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Fake
     mode = context.fake_mode if context is not None and context.fake_mode is not None else FakeTensorMode()
     fakes: list[Any] = []
     for example, node in zip(example_inputs, gm.graph.find_nodes(op="placeholder"), strict=True):
-        if is_traceable_wrapper_subclass(example):
-            # A quantised weight (torchao): to the reader a tensor of its shape and dtype. What it computes is not traced, since
-            # such classes refuse what a linear is made of; the Dynamo graph that is edited and runs has the weight itself.
-            weight: Any = example
-            with mode:
-                fakes.append(
-                    torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
-                )
-        elif isinstance(example, torch.Tensor) and not isinstance(example, FakeTensor):
+        if isinstance(example, torch.Tensor) and not isinstance(example, FakeTensor):
             symbolic = context.tensor_to_context.get(example) if context is not None else None
             source = getattr(node.meta.get("grapharg"), "source", None)
             fake = mode.from_tensor(
@@ -206,6 +216,11 @@ def _plain(value: FunctionalTensor) -> torch.Tensor:
     return torch._from_functional_tensor(value.elem)
 
 
+def is_foreign(value: Any) -> bool:
+    """Whether a value is a tensor subclass that holds other tensors: a DTensor, a quantised weight."""
+    return is_traceable_wrapper_subclass(value) and not isinstance(value, FunctionalTensor)
+
+
 def _storage(value: FunctionalTensor) -> int:
     return value.elem.untyped_storage()._cdata
 
@@ -284,11 +299,22 @@ _CASTS: dict[str, dict[str, torch.dtype]] = {"to": {}} | {
 }
 
 
+def _leaves(env: dict[fx.Node, Any], n: fx.Node) -> list[Any]:
+    """What a node's arguments hold, looked for in lists and tuples."""
+    return [leaf for a in n.all_input_nodes for leaf in torch.utils._pytree.tree_leaves(env[a])]
+
+
+def _name(values: Sequence[Any]) -> str:
+    return next((type(leaf).__name__ for leaf in torch.utils._pytree.tree_leaves(list(values)) if is_foreign(leaf)), "")
+
+
 class _Recorder(fx.Interpreter):
     """Runs the Dynamo graph on functional tensors and notes which shadow node each value is."""
 
-    def __init__(self, gm: fx.GraphModule) -> None:
+    def __init__(self, gm: fx.GraphModule, fake_mode: FakeTensorMode) -> None:
         super().__init__(gm, garbage_collect_values=False)
+        self._fake_mode = fake_mode
+        self._foreign = False  # whether a tensor subclass has been met
         self.order = {node.name: i for i, node in enumerate(gm.graph.nodes)}
         self.history: dict[str, list[tuple[int, fx.Node]]] = {}
         self.origin: dict[fx.Node, str] = {}
@@ -335,10 +361,36 @@ class _Recorder(fx.Interpreter):
             return to(*args, **kwargs, **_CASTS[target])
         return super().call_method(target, args, kwargs)
 
+    def _run_outside(self, n: fx.Node) -> Any:
+        """Evaluate a node that takes a tensor subclass on plain fakes; plain results come back as ``fasa::outside``."""
+        given = [self.env[a] for a in n.all_input_nodes]
+        plain = [v for v in given if isinstance(v, FunctionalTensor)]
+        if plain and may_write(n):
+            raise NotImplementedError(
+                f"{n.name} ({n.target}) may write a tensor, and a {_name(given)} takes part in it"
+            )
+        env = {a: tree_map_only(FunctionalTensor, _plain, self.env[a]) for a in n.all_input_nodes}
+        with _disable_current_modes(), self._fake_mode, enable_python_dispatcher():
+            args, kwargs = fx.map_arg((n.args, dict(n.kwargs)), env.__getitem__)
+            found = getattr(self, n.op)(n.target, args, kwargs)
+
+        def enter(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or is_foreign(value):
+                return value
+            return outside(plain, list(value.shape), value.dtype, value.device)
+
+        return tree_map(enter, found)
+
     def run_node(self, n: fx.Node) -> Any:
         if n in self._regions:
             self._run_vmapped(self._regions[n])
-        result = self._ready.get(n) if n in self._inside else super().run_node(n)
+        if self._foreign and n.op not in ("placeholder", "output") and any(map(is_foreign, _leaves(self.env, n))):
+            result = self._run_outside(n)
+        else:
+            result = self._ready.get(n) if n in self._inside else super().run_node(n)
+        if is_foreign(result):  # an input, or made of plain tensors as DTensor.from_local does
+            self._foreign = True
+            result = transform_subclass(result, lambda _, t: _plain(t) if isinstance(t, FunctionalTensor) else t)
         point = self.order[n.name]
         if isinstance(result, FunctionalTensor):
             self._note(n.name, result, point)
@@ -386,13 +438,15 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Shadow:
         nonlocal recorder
         with FunctionalTensorMode(pre_dispatch=True, export=True):
             wrapped = [FunctionalTensor.to_functional(a) if isinstance(a, torch.Tensor) else a for a in arguments]
-            recorder = _Recorder(gm)
+            wrapped = [fake if is_foreign(fake) else a for fake, a in zip(fakes, wrapped, strict=True)]
+            recorder = _Recorder(gm, mode)
             placeholders.extend(recorder._tracer.graph.find_nodes(op="placeholder"))
             outputs = recorder.run(*wrapped)
             for given, node in zip(wrapped, placeholders, strict=True):
                 final = recorder._shadow(given) if isinstance(given, FunctionalTensor) else None
                 finals.append(final if final is not None else node)
-            return torch.utils._pytree.tree_map_only(FunctionalTensor, _plain, outputs)
+            plain = tree_map_only(FunctionalTensor, _plain, outputs)
+            return tree_map(lambda value: None if is_foreign(value) else value, plain)
 
     trace = make_fx(
         run,
@@ -403,6 +457,11 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Shadow:
     )
     with _no_garbage_collection(), tracing(None), torch.no_grad(), mode, enable_python_dispatcher():
         shadow = trace(*fakes)
+
+    with tracing(None), torch.no_grad(), mode, enable_python_dispatcher():
+        # A tensor subclass has a placeholder that nothing reads.
+        given = [torch.empty(0, dtype=x.dtype, device=x.device) if is_foreign(x) else x for x in fakes]
+        shadow = make_fx(run, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(*given)
     assert recorder is not None
 
     holders: dict[fx.Node, list[str]] = {}

@@ -8,7 +8,7 @@ be rewritten is not worth it sparsely; without one (``fasa_backend(None)``) ever
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ import torch
 from fasa_compile.cost import Card, Cost, Shape, card, cost_of
 from fasa_compile.errors import BudgetError, ProfileError
 from fasa_compile.profiles.schema import Budget, FCProfile, LayerProfile, check_layer
+from fasa_compile.sharding import Share, local_layer
 from fasa_compile.sites import AttentionSite, NoMatch
 from fasa_compile.triton_kernels.formats import FCFormat, bytes_per_token, check_format
 from fasa_compile.triton_kernels.hot_slots import HotSize, fac_parts, hot_bytes
@@ -249,7 +250,14 @@ def _not_in_profile(site: AttentionSite, profile: FCProfile) -> ProfileError:
 
 
 def _decide(
-    site: AttentionSite | NoMatch, policy: Policy, *, grad: bool, autocast: bool, prefix: str, hosted: bool
+    site: AttentionSite | NoMatch,
+    policy: Policy,
+    *,
+    grad: bool,
+    autocast: bool,
+    prefix: str,
+    hosted: bool,
+    share: Share | None,
 ) -> Decision:
     if isinstance(site, NoMatch):
         return Decision(site, "dense", site.reason, site.detail)
@@ -284,6 +292,7 @@ def _decide(
             return Decision(site, "dense", "unknown-layer", f"found {site.layer or 'no module path'!r}")
         if layer is None:
             raise _not_in_profile(site, policy.profile)
+        layer = local_layer(layer, Hq, Hkv, share)
         check_layer(layer, site.layer, Hq, Hkv, D, site.rope)
         fmt, reduction = check_format(policy.profile.fc_format), policy.profile.reduction
         fc_bytes = bytes_per_token(layer.width, fmt)
@@ -356,16 +365,26 @@ def plan(
     autocast: bool = False,
     prefix: str = "",
     hosted: Collection[int] = (),
+    shares: Mapping[int, Share] | None = None,
 ) -> Plan:
     """Decide for each attention of a graph whether it decodes sparsely, with what budget and state.
 
     ``grad``: whether gradients are recorded for the graph's inputs; ``autocast``: whether it is on somewhere in the graph;
     ``prefix``: where a wrapper (PEFT, DDP, your own) keeps the model that was calibrated, e.g. ``"base_model.model."``; ``hosted``: the sites, by index, whose K and V
-    lie in host memory. Raises ``ProfileError`` where a decode site has no entry
-    in the profile or contradicts it: a profile of another model must never be used in part.
+    lie in host memory; ``shares``: by a site's index, which part of its heads this process has, where they are shared out. Raises
+    ``ProfileError`` where a decode site has no entry in the profile or contradicts it: a profile of another model must never be used in part.
     """
+    shared = shares or {}
     decisions = tuple(
-        _decide(site, policy, grad=grad, autocast=autocast, prefix=prefix, hosted=site.index in hosted)
+        _decide(
+            site,
+            policy,
+            grad=grad,
+            autocast=autocast,
+            prefix=prefix,
+            hosted=site.index in hosted,
+            share=shared.get(site.index),
+        )
         for site in sites
     )
     decode = any(isinstance(s, AttentionSite) and _wants_decode(s) for s in sites)

@@ -1,0 +1,192 @@
+"""Tensor parallelism: which of a model's heads this process has, and whether all processes decided alike.
+
+Nothing is communicated in a step: selection is local to a KV head, and each process has whole KV heads. What is exchanged, once per
+graph and over the process group's key-value store, is what each process is about to do.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from fasa_compile.capture import Shadow
+from fasa_compile.errors import FasaError
+from fasa_compile.profiles.schema import FCProfile, LayerProfile
+from fasa_compile.sites import AttentionSite
+
+if TYPE_CHECKING:
+    from fasa_compile.plan import Plan, Policy
+
+#: How long a process waits for the others to have compiled the same graph.
+PATIENCE = datetime.timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Part ``index`` of ``parts`` equal parts of an attention's query heads; ``ranks`` hold one part each, in this order."""
+
+    index: int
+    parts: int
+    ranks: tuple[int, ...]
+
+
+class Disagreement(FasaError):
+    """A process of a tensor-parallel group is about to run something else than the others, or has not come."""
+
+
+def _is_dtensor(value: Any) -> bool:
+    if not dist.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(value, DTensor)
+
+
+def _weight_below(node: fx.Node, examples: Mapping[fx.Node, Any]) -> Any:
+    """The DTensor input that ``node`` is, or is made of alone; None if there is none."""
+    while node.op != "placeholder":
+        if len(node.all_input_nodes) != 1:
+            return None
+        node = node.all_input_nodes[0]
+    value = examples.get(node)
+    return value if _is_dtensor(value) else None
+
+
+def _rows_shared(weight: Any) -> Share | None:
+    """How a weight's output features (dim 0) are shared out over the mesh; None where each process has them all."""
+    mesh, index, parts = weight.device_mesh, 0, 1
+    dims = [i for i, p in enumerate(weight.placements) if getattr(p, "dim", None) == 0]
+    for i in dims:
+        index, parts = index * mesh.size(i) + mesh.get_local_rank(i), parts * mesh.size(i)
+    if parts == 1:
+        return None
+    here = list(mesh.get_coordinate())
+    for i in dims:
+        here[i] = slice(None)
+    return Share(index, parts, tuple(mesh.mesh[tuple(here)].flatten().tolist()))
+
+
+def share_of(site: AttentionSite, shadow: Shadow) -> Share | None:
+    """The part of the attention's heads that this process has, read off the weights that its operands were projected with.
+
+    None where these are no DTensors sharded by rows, or do not agree.
+    """
+    examples = dict(zip(shadow.dynamo.graph.find_nodes(op="placeholder"), shadow.example_inputs, strict=True))
+    if not any(map(_is_dtensor, examples.values())):
+        return None
+    start = next(node for node in shadow.dynamo.graph.nodes if node.name == site.output)
+    todo, seen, found = [start], {start}, set()
+    while todo:
+        node = todo.pop()
+        weights = [w for w in (_weight_below(n, examples) for n in node.all_input_nodes) if w is not None]
+        found |= {_rows_shared(w) for w in weights if w.dim() > 1}
+        for source in node.all_input_nodes:
+            if source not in seen and not weights:
+                seen.add(source)
+                todo.append(source)
+    shares = found - {None}
+    return shares.pop() if len(shares) == 1 else None
+
+
+def local_layer(layer: LayerProfile, num_heads: int, num_kv_heads: int, share: Share | None) -> LayerProfile:
+    """The layer as this process sees it, whose attention has ``num_heads`` query and ``num_kv_heads`` KV heads.
+
+    Query heads are shared out in order. A KV head whose query heads are on several processes is on each of these. Anything
+    else than that comes back unchanged, for ``check_layer`` to refuse.
+    """
+    if (num_heads, num_kv_heads) == (layer.num_heads, layer.num_kv_heads) or share is None:
+        return layer
+    if num_heads * share.parts != layer.num_heads:
+        return layer
+    group = layer.num_heads // layer.num_kv_heads
+    heads = range(share.index * num_heads, (share.index + 1) * num_heads)
+    kv_heads = range(heads.start // group, (heads.stop - 1) // group + 1)
+    if len(kv_heads) != num_kv_heads or num_heads % num_kv_heads:
+        return layer
+    if len(kv_heads) > 1 and (heads.start % group or heads.stop % group):
+        return layer  # parts of two groups: consecutive query heads would not be equal groups of these KV heads
+    part = layer.slice_heads(kv_heads)
+    mine = slice(heads.start, heads.stop)
+    return replace(part, num_heads=num_heads, norm=layer.norm[mine].clone(), affine=layer.affine[mine].clone())
+
+
+def _profile_digest(profile: Any) -> str:
+    if not isinstance(profile, FCProfile):
+        return str(profile)
+    digest = hashlib.sha256(f"{profile.fc_format} {profile.reduction}".encode())
+    for layer in profile.layers:
+        digest.update(f"{layer.layer} {layer.dense} {layer.n_fac} {layer.rope}".encode())
+        for tensor in (layer.fcs, layer.centre, layer.spread, layer.norm, layer.affine):
+            digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _account(planned: Plan, policy: Policy) -> dict[str, Any]:
+    """What this process is about to run, in the parts that must be the same everywhere."""
+    sites = [
+        f"{d.site.layer}: {d.action} {d.reason} {d.fc_format} {d.budget} {getattr(d.site, 'shape', ())}"
+        for d in planned.decisions
+    ]
+    return {
+        "fasa_compile": _version("fasa-compile"),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "profile": _profile_digest(policy.profile),
+        "budget": repr(policy.budget_for(None)),
+        "dense_below": policy.dense_below,
+        "attention sites": sites,
+    }
+
+
+_met: Counter[tuple[int, ...]] = Counter()  # graphs compiled so far, by group of ranks
+
+
+def agree(planned: Plan, policy: Policy, shares: Iterable[Share]) -> None:
+    """Compare what the processes that share these heads are about to run. Raises ``Disagreement`` with the rank and what differs, or the
+    ranks that did not come within ``PATIENCE``."""
+    for share in sorted(set(shares), key=lambda s: s.ranks):
+        _met[share.ranks] += 1
+        store = dist.distributed_c10d._get_default_store()
+        stem = f"fasa_compile/{'-'.join(map(str, share.ranks))}/{_met[share.ranks]}"
+        mine = _account(planned, policy)
+        store.set(f"{stem}/{share.ranks[share.index]}", json.dumps(mine))
+        for rank in share.ranks:
+            try:
+                store.wait([f"{stem}/{rank}"], PATIENCE)
+            except RuntimeError as error:  # what the kinds of store raise has no closer ancestor
+                raise Disagreement(
+                    f"rank {rank} has not compiled graph {_met[share.ranks]} of the tensor-parallel group {list(share.ranks)} within "
+                    f"{PATIENCE.total_seconds():.0f} s: it was lost, or does not run the model as the others do"
+                ) from error
+            theirs = json.loads(store.get(f"{stem}/{rank}"))
+            for name, value in mine.items():
+                if theirs[name] != value:
+                    raise Disagreement(
+                        f"rank {rank} and rank {share.ranks[share.index]} of a tensor-parallel group differ in {name}: "
+                        f"{_difference(theirs[name], value)}. Give every rank the same profile, options and package versions"
+                    )
+
+
+def _difference(theirs: Any, mine: Any) -> str:
+    if isinstance(theirs, list) and isinstance(mine, list):
+        if len(theirs) != len(mine):
+            return f"{len(theirs)} against {len(mine)}"
+        theirs, mine = next((a, b) for a, b in zip(theirs, mine, strict=True) if a != b)
+    return f"{theirs!r} against {mine!r}"

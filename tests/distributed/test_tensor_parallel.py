@@ -1,0 +1,109 @@
+"""Models sharded over processes: each rewrites its own heads, and the logits are the whole model's."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")]
+RANKS = Path(__file__).with_name("ranks.py")
+Found = dict[str, list[dict[str, Any]]]
+
+
+def launch(folder: Path, world: int, *scenarios: str, device: str = "cpu", limit: int = 240) -> Found:
+    """Runs the scenarios in ``world`` processes; what each rank wrote, by scenario."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    given = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    processes = []
+    for rank in range(world):
+        env = os.environ | {k: str(v) for k, v in given.items()} | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-P", str(RANKS), str(folder), *scenarios],
+                env=env | {"FASA_TEST_DEVICE": device, "TOKENIZERS_PARALLELISM": "false"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        said = [p.communicate(timeout=limit)[0] for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    for rank, p in enumerate(processes):
+        assert p.returncode == 0, f"rank {rank} of {world}:\n{said[rank][-4000:]}"
+    return {s: [json.loads((folder / f"{s}-{r}.json").read_text()) for r in range(world)] for s in scenarios}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return launch(tmp_path_factory.mktemp("two"), 2, "llama", "own", "other_profile", "other_constants", "lost")
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return launch(tmp_path_factory.mktemp("four"), 4, "replicated")
+
+
+@pytest.mark.parametrize("budget", ["covering", "small"])
+def test_a_sharded_transformers_model_gives_the_whole_models_logits(two: Found, budget: str) -> None:
+    for found in two["llama"]:
+        assert found[budget]["actions"] == ["sparse"] * 2 and found[budget]["heads"] == [[4, 1]] * 2
+        assert found[budget]["difference"] < 1e-4 * max(1.0, found[budget]["largest"])
+
+
+def test_a_sparse_step_communicates_no_more_than_a_dense_one(two: Found) -> None:
+    for found in two["llama"]:
+        dense, sparse = found["small"]["collectives"]
+        assert dense == sparse > 0
+
+
+def check_slices(found: list[dict[str, Any]], profile: Any, heads: Callable[[int], tuple[slice, slice]]) -> None:
+    for rank, mine in enumerate(found):
+        kv, q = heads(rank)
+        assert mine["actions"] == ["sparse"] * 2
+        for layer, fcs, norm in zip(profile.layers, mine["fcs"], mine["norm"], strict=True):
+            assert fcs == layer.fcs[kv].tolist() and torch.equal(torch.tensor(norm), layer.norm[q])
+        assert mine["difference"] < 1e-4 * max(1.0, mine["largest"])
+
+
+def own_profile() -> Any:
+    from models import half_split, profile_of
+
+    return profile_of([(f"blocks.{i}", 8, 2, 32, half_split(32)) for i in range(2)], 8)
+
+
+def test_a_module_of_ones_own_sharded_by_parallelize_module(two: Found) -> None:
+    check_slices(two["own"], own_profile(), lambda r: (slice(r, r + 1), slice(4 * r, 4 * r + 4)))
+
+
+def test_kv_heads_that_several_ranks_hold(four: Found) -> None:
+    check_slices(four["replicated"], own_profile(), lambda r: (slice(r // 2, r // 2 + 1), slice(2 * r, 2 * r + 2)))
+
+
+@pytest.mark.parametrize(
+    ("scenario", "field"), [("other_profile", "budget: .*n_fac=24.*n_fac=32|n_fac=32.*n_fac=24"), ("other_constants", "profile: ")]
+)  # fmt: skip
+def test_ranks_that_would_run_different_things_are_named(two: Found, scenario: str, field: str) -> None:
+    for rank, found in enumerate(two[scenario]):
+        assert f"rank {1 - rank} and rank {rank} of a tensor-parallel group differ in " in found["says"]
+        assert re.search(field, found["says"]), found["says"]
+
+
+def test_a_rank_that_never_comes_is_named_in_bounded_time(two: Found) -> None:
+    found = two["lost"][0]
+    assert found["error"] and "rank 1 has not compiled graph" in found["says"] and "within 2 s" in found["says"]
