@@ -83,9 +83,9 @@ def llama(folder: Path) -> dict[str, Any]:
             cache = cache_for(parallel, "static", 96)
             with torch.no_grad():
                 parallel(ids[:, :80], past_key_values=cache)
-                counts.append(
-                    collectives(lambda s=step, c=cache: s(input_ids=ids[:, 80:81].clone(), past_key_values=c))
-                )
+                step(input_ids=ids[:, 80:81].clone(), past_key_values=cache)  # compiles
+                token = ids[:, 81:82].clone()
+                counts.append(collectives(lambda s=step, c=cache, t=token: s(input_ids=t, past_key_values=c)))
         found[name] = told(made, *logits) | {"collectives": counts}
     return found
 
@@ -162,7 +162,9 @@ def own(folder: Path, kv_whole: bool = False) -> dict[str, Any]:
     )
     expected = run_own(whole, backend(own_profile(), inner=INNER))
     made = backend(own_profile(), inner=INNER)
-    return told(made, expected, run_own(parallel, made))
+    layers = own_profile().layers
+    unsliced = {"whole_fcs": [p.fcs.tolist() for p in layers], "whole_norm": [p.norm.tolist() for p in layers]}
+    return told(made, expected, run_own(parallel, made)) | unsliced
 
 
 def replicated(folder: Path) -> dict[str, Any]:
