@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,28 @@ def own_profile(**budget: int) -> Any:
     return profile_of([(f"blocks.{i}", 8, 2, 32, half_split(32)) for i in range(2)], 8, **budget)
 
 
+def split_groups(model: Own) -> tuple[Own, Any]:
+    """The same model, in one process, with each KV head written once for each process that holds it. A process selects for the query heads
+    that it has: this is what all of them together must compute."""
+    copies = WORLD // 2
+    for block in model.blocks:
+        for name in "kv":
+            weight = getattr(block, name).weight.view(2, 32, -1).repeat_interleave(copies, 0).flatten(0, 1)
+            linear = nn.Linear(256, weight.shape[0], bias=False, device=DEVICE)
+            linear.weight.data.copy_(weight)
+            setattr(block, name, linear)
+    whole = own_profile()
+    layers = tuple(
+        replace(
+            p,
+            num_kv_heads=WORLD,
+            **{f: getattr(p, f).repeat_interleave(copies, 0) for f in ("fcs", "centre", "spread")},
+        )
+        for p in whole.layers
+    )
+    return model, backend(replace(whole, layers=layers), inner=INNER)
+
+
 def own(folder: Path, kv_whole: bool = False) -> dict[str, Any]:
     """``parallelize_module`` on a module of one's own."""
     mesh = init_device_mesh(DEVICE, (WORLD,))
@@ -160,7 +183,7 @@ def own(folder: Path, kv_whole: bool = False) -> dict[str, Any]:
         mesh,
         {f"blocks.*.{name}": ColwiseParallel() for name in names} | {"blocks.*.out": RowwiseParallel()},
     )
-    expected = run_own(whole, backend(own_profile(), inner=INNER))
+    expected = run_own(*(split_groups(whole) if kv_whole else (whole, backend(own_profile(), inner=INNER))))
     made = backend(own_profile(), inner=INNER)
     layers = own_profile().layers
     unsliced = {"whole_fcs": [p.fcs.tolist() for p in layers], "whole_norm": [p.norm.tolist() for p in layers]}
@@ -190,8 +213,6 @@ def other_profile(folder: Path) -> dict[str, Any]:
 
 def other_constants(folder: Path) -> dict[str, Any]:
     """The same shapes and budget, other numbers in the profile."""
-    from dataclasses import replace
-
     made = own_profile()
     first = replace(made.layers[0], centre=made.layers[0].centre + 0.01 * RANK)
     return _refused(backend(replace(made, layers=(first, *made.layers[1:])), inner=INNER))
