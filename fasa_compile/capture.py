@@ -456,12 +456,9 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Shadow:
         _disable_torch_fn_metadata_mode=True,  # no names of torch functions on nodes: nobody reads them
     )
     with _no_garbage_collection(), tracing(None), torch.no_grad(), mode, enable_python_dispatcher():
-        shadow = trace(*fakes)
-
-    with tracing(None), torch.no_grad(), mode, enable_python_dispatcher():
         # A tensor subclass has a placeholder that nothing reads.
         given = [torch.empty(0, dtype=x.dtype, device=x.device) if is_foreign(x) else x for x in fakes]
-        shadow = make_fx(run, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(*given)
+        shadow = trace(*given)
     assert recorder is not None
 
     holders: dict[fx.Node, list[str]] = {}
