@@ -203,8 +203,8 @@ def has_module(module: torch.nn.Module, path: str) -> bool:
 
 def _byte_range(tensor: torch.Tensor) -> tuple[Any, int, int]:
     """A tensor's storage, and its first byte and the one past its last in it."""
-    if isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor):
-        return id(tensor), 0, 0  # no memory of its own
+    if isinstance(tensor, FakeTensor) or is_foreign(tensor):  # have no storage of their own
+        return id(tensor), 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin = int(tensor.storage_offset()) * tensor.element_size()
     return tensor.untyped_storage().data_ptr(), begin, begin + (int(last) + 1) * tensor.element_size()

@@ -100,3 +100,22 @@ def test_ranks_that_would_run_different_things_are_named(two: Found, scenario: s
 def test_a_rank_that_never_comes_is_named_in_bounded_time(two: Found) -> None:
     found = two["lost"][0]
     assert found["error"] and "rank 1 has not compiled graph" in found["says"] and "within 2 s" in found["says"]
+
+
+def test_the_example_runs() -> None:
+    example = Path(__file__).parents[2] / "examples" / "tensor_parallel.py"
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        str(example),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "2 of 2 attention sites decode sparsely" in done.stdout and "4/2 x 32" in done.stdout

@@ -87,6 +87,17 @@ def test_by_registered_name():
     assert difference(out, decode(model, model, IDS, cache_for(model, "static"), 3)) <= 1e-4
 
 
+def test_a_profile_file_that_is_written_anew_is_another_profile(tmp_path):
+    path, model = tmp_path / "profile.json", tiny_llama(layers=2)
+    options = {"profile": str(path), "n_fac": 64, "inner": "eager", "check_weights": False}
+    for n_tip in (4, 12):
+        torch._dynamo.reset()
+        llama_profile(2, n_tip=n_tip).save(path)
+        decode(model, torch.compile(model, backend="fasa", options=options), IDS, cache_for(model, "static"), 3)
+        made = list(backend_module._named.values())[-1]
+        assert {d.profile.n_tip for d in made.graphs[-1].decisions} == {n_tip}
+
+
 def test_registered_name_without_a_profile_is_an_error():
     with pytest.raises(Exception, match=r"needs options=.*profile"):
         torch.compile(lambda x: x + 1, backend="fasa")(torch.ones(2))
