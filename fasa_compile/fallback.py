@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from fasa_compile.capture import Shadow
+from fasa_compile.sharding import communicates
 
 #: Bytes of inputs that are copied before a graph's first step. A cache that needs more is not copied: then a failure is an error.
 LARGEST_COPY = 256 << 20
@@ -61,8 +62,10 @@ class Fallback:
 
 
 def inputs_to_save(shadow: Shadow) -> tuple[int, ...] | None:
-    """Inputs that a second run of the graph would find changed by the first; None where they are too large to copy, or where
-    inputs share memory."""
+    """Inputs that a second run of the graph would find changed by the first; None where they are too large to copy, where inputs
+    share memory, or where the graph communicates: other processes would not run it a second time."""
+    if communicates(shadow):
+        return None
     written = [i for i in range(len(shadow.inputs)) if shadow.is_written(i)]
     if any(shadow.overlaps_a_written_input(i) for i, x in enumerate(shadow.example_inputs) if _is_tensor(x)):
         return None

@@ -52,6 +52,11 @@ def _is_dtensor(value: Any) -> bool:
     return isinstance(value, DTensor)
 
 
+def communicates(shadow: Shadow) -> bool:
+    """Whether running the graph takes other processes: it is sharded, or has collectives of its own."""
+    return any(map(_is_dtensor, shadow.example_inputs)) or any("c10d" in str(n.target) for n in shadow.gm.graph.nodes)
+
+
 def _weight_below(node: fx.Node, examples: Mapping[fx.Node, Any]) -> Any:
     """The DTensor input that ``node`` is, or is made of alone; None if there is none."""
     while node.op != "placeholder":

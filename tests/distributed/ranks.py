@@ -218,6 +218,22 @@ def other_constants(folder: Path) -> dict[str, Any]:
     return _refused(backend(replace(made, layers=(first, *made.layers[1:])), inner=INNER))
 
 
+def failing_step(folder: Path) -> dict[str, Any]:
+    """A rewritten graph that fails in its first step: one process cannot run the model's own graph without the others."""
+
+    def inner(gm: Any, examples: Any) -> Callable[..., Any]:
+        rewritten = any("fasa" in node.name for node in gm.graph.nodes)
+
+        def run(*arguments: Any) -> Any:
+            if rewritten:
+                raise RuntimeError("planted")
+            return gm.forward(*arguments)
+
+        return run
+
+    return _refused(backend(own_profile(), inner=inner, strict=False))
+
+
 def lost(folder: Path) -> dict[str, Any]:
     """The last process never compiles: the others stop waiting."""
     fasa_compile.sharding.PATIENCE = datetime.timedelta(seconds=2)

@@ -50,7 +50,9 @@ def launch(folder: Path, world: int, *scenarios: str, device: str = "cpu", limit
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return launch(tmp_path_factory.mktemp("two"), 2, "llama", "own", "other_profile", "other_constants", "lost")
+    return launch(
+        tmp_path_factory.mktemp("two"), 2, "llama", "own", "other_profile", "other_constants", "failing_step", "lost"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +97,11 @@ def test_ranks_that_would_run_different_things_are_named(two: Found, scenario: s
     for rank, found in enumerate(two[scenario]):
         assert f"rank {1 - rank} and rank {rank} of a tensor-parallel group differ in " in found["says"]
         assert re.search(field, found["says"]), found["says"]
+
+
+def test_a_step_that_fails_is_an_error_where_other_ranks_take_part(two: Found) -> None:
+    for found in two["failing_step"]:
+        assert found["error"] and "planted" in found["says"]
 
 
 def test_a_rank_that_never_comes_is_named_in_bounded_time(two: Found) -> None:
