@@ -418,6 +418,7 @@ def table(result: dict[str, Any]) -> str:
         f"attention that was left alone, {len(plain) - len(alone)} without any.{unfinished} All of it took {result['cpu_seconds'] / 60:.1f} minutes of",
         f"one core; capture, match, plan and rewrite {costs[len(costs) // 2]:.2f} s per layer in the median, {costs[len(costs) * 9 // 10]:.2f} in the 90th percentile",
         f"({costs[-1]:.2f} at most; two layers, on which what a graph costs as a whole weighs most).",
+        *([f"The run was {result['note']}."] if "note" in result else []),
         "",
         "| architecture | sites, static cache | sites, dynamic cache |",
         "|---|---|---|",
@@ -434,7 +435,7 @@ def table(result: dict[str, Any]) -> str:
         "| architecture | why |",
         "|---|---|",
         *(f"| {name} | {why} |" for name, why in sorted(LEFT_OUT.items())),
-        *(f"| {r['model_type']} | {r['dynamic']['why'].splitlines()[0].replace('|', '/')[:200]} |" for r in rest),
+        *(f"| {r['model_type']} | {' '.join(r['dynamic']['why'].split()).replace('|', '/')[:200]} |" for r in rest),
         "",
     ]
     return "\n".join(lines)
