@@ -110,7 +110,7 @@ def heat_map(
         return ""
     columns, name_width = max(len(row) for _, row in rows), 8 + 6.4 * max(len(name) for name, _ in rows)
     tall = max(cell, 11)
-    width, height = name_width + max(columns * cell, 220) + 10, len(rows) * tall + 46
+    width, height = name_width + max(columns * cell, 5.6 * len(x_label)) + 10, len(rows) * tall + 46
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" width="{width:.0f}" font-size="10" '
         f'font-family="system-ui,sans-serif" fill="{_INK}" role="img" aria-label="{escape(label or x_label, quote=True)}">'

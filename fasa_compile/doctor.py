@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-#: Combinations that the tests were run with; ``benchmarks/version_matrix.py`` runs them.
+#: The oldest versions that the tests were run with.
 LEAST = {"torch": "2.11", "transformers": "5.17", "triton": "3.6"}
 
 

@@ -65,7 +65,9 @@ def generate(
     # Without it, transformers would compile the model once more around ours, with its own backend, on a GPU.
     generation.setdefault("disable_compile", True)
     given_inputs = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
-    with compiled_forward(model, known[key], mode):
+    # An adapted model of PEFT generates with the model inside.
+    generating = model.get_base_model() if hasattr(model, "get_base_model") else model
+    with compiled_forward(generating, known[key], mode):
         output = model.generate(**given_inputs, **generation)
     if not known[key].saw_decode and generation.get("max_new_tokens") != 1:
         known[key].warn(
