@@ -285,3 +285,26 @@ def test_report_is_one_file_of_a_run(home, tmp_path):
     mean = sum(row["mean"] for row in facts["lost_mass"].values()) / 2
     assert f"{100 * (1 - mean):.1f} %" in text
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "") and "<script" not in text
+
+
+def test_eval_compares_with_dense(home, tmp_path):
+    record = tmp_path / "eval.json"
+    given = (
+        "eval",
+        home.model,
+        "--text",
+        home.text,
+        "-p",
+        home.profile,
+        "--tokens",
+        200,
+        "--last",
+        6,
+        "--inner",
+        "eager",
+    )
+    done = run(*given, "--n-fac", 24, "--out", record)
+    rows = json.loads(record.read_text())["perplexity"]
+    assert rows["dense"]["kl_to_dense"] == 0 and rows["sparse"]["kl_to_dense"] > 0
+    assert f"{rows['sparse']['perplexity_ratio']:.4f}" in done.out
+    run(*given[:-4], "--last", 300, code=2)
