@@ -51,3 +51,24 @@ def test_scores_by_all_dims_have_the_attentions_scale(reduction):
     s = 0.1 * q.view(B, HKV, G, D) @ k.transpose(2, 3)
     expected = s.softmax(-1).sum(2).log() if reduction == "softmax_sum" else (s - norm.view(1, HKV, G, 1)).logsumexp(2)
     torch.testing.assert_close(key, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_schema_says_what_the_sparse_step_writes():
+    """Rows that do not agree with K yet are refreshed, and the operator's schema must say so."""
+    from fasa_compile.triton_kernels import ops
+
+    q, k, dims, centre, spread, norm = inputs()
+    data, meta = (torch.zeros_like(x) for x in reference.pack(k, dims, centre, spread, "int8"))
+    arguments = (q, k, k, data, meta, dims, centre, spread, norm, None, None, torch.tensor([5]), None)
+    how = {"scale": 0.25, "n_fac": 20, "n_sink": 1, "n_recent": 2, "softcap": 0.0, "sinks": None, "fmt": "int8"}
+    how |= {"reduction": "static", "version": ops.KERNEL_VERSION}
+    schema = torch.ops.fasa.sparse_decode.default._schema
+    written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    before = [x.clone() if isinstance(x, torch.Tensor) else x for x in arguments]
+    torch.ops.fasa.sparse_decode(*arguments, **how)
+    changed = {
+        a.name
+        for a, old, new in zip(schema.arguments, before, arguments, strict=False)
+        if isinstance(new, torch.Tensor) and not torch.equal(old, new)
+    }
+    assert changed == {"data", "meta"} and changed <= written
