@@ -872,15 +872,9 @@ add(
 )
 add(
     "TIP compares heads without their softmax",
-    'level = tl.where(is_head, tl.maximum(_log_sum(s_top, s_total), LOWEST), float("inf"))',
+    'level = tl.where(is_head, tl.maximum(_log_sum(s_top, s_total, NATIVE), LOWEST), float("inf"))',
     'level = tl.where(is_head, 0.0, float("inf"))',
     f"{INTERPRETER}::test_options",
-)
-add(
-    "the bins begin at the level, not below it",
-    "return level - 0.5 * BINS * width, 1.0 / width",
-    "return level, 1.0 / width",
-    f"{INTERPRETER}::test_whatever_the_hint_holds",
 )
 add(
     "bounds are those of the first sequence",
@@ -923,12 +917,6 @@ add(
     "by_bin = everything | ((bin >= 0) & (n_bin <= n_fac + n_fac // 8))",
     "by_bin = everything | (bin >= 0)",
     f"{INTERPRETER}::test_whatever_the_hint_holds",
-)
-add(
-    "the threshold's bin is not kept",
-    "(bin_of(x, origin, per_width) >= edge)",
-    "(bin_of(x, origin, per_width) > edge)",
-    f"{INTERPRETER}::test_formats",
 )
 add(
     "all equal keys are needed",
@@ -1042,11 +1030,6 @@ add(
 add = breaks("profiles/schema.py", SCHEMA)
 add("a newer schema is read", "if found > SCHEMA_VERSION:", "if False:")
 add(
-    "pairs are those of an interleaved rope",
-    "pairs[:, 1][self.fcs.long()]], dim=1)",
-    "pairs[:, 0][self.fcs.long()] + 1], dim=1)",
-)
-add(
     "a rank gets the first heads' norms",
     "self.norm[group * kv_heads.start : group * kv_heads.stop]",
     "self.norm[: group * len(kv_heads)]",
@@ -1105,12 +1088,6 @@ add(
     "                if unseen:\n",
     "                if False:\n",
     f"{TRIALS_MISC}::test_a_layer_that_calibration_did_not_reach_is_an_error_or_dense",
-)
-add(
-    "the scale and soft cap of scores are ignored",
-    "update(one_q, one_k, site.scale, None, site.softcap)",
-    "update(one_q, one_k, 1.0, None, 0.0)",
-    f"{GAPS}::test_the_norm_is_that_of_the_graphs_scale",
 )
 
 add = breaks("fasa_compile/calibration_stats.py", STATS)
