@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from fasa_compile import FCProfile, load_profile
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "smollm2-135m-instruct-q4_1"
@@ -38,12 +43,20 @@ def overlap_of_sets(axes: Any, stability: Any) -> None:
     right.legend(fontsize=8)
 
 
-def frequencies(axes: Any, stability: Any) -> None:
-    share = stability["share_of_heads_by_fc"]
-    axes.bar(range(len(share)), share, color="tab:blue")
-    axes.axhline(stability["setting"]["n_tip"] / len(share), color="k", linewidth=0.8, linestyle=":")
+def frequencies(axes: Any, profile: FCProfile) -> None:
+    fcs = torch.cat([layer.fcs for layer in profile.layers])  # [KV heads of all layers, n_tip]
+    share = torch.bincount(fcs.flatten(), minlength=len(profile.layers[0].rope.pairs)) / len(fcs)
+    axes.bar(range(len(share)), share.tolist(), color="tab:blue")
+    axes.axhline(fcs.shape[1] / len(share), color="k", linewidth=0.8, linestyle=":")
     axes.set_xlabel("frequency chunk, fastest rotation first")
     axes.set_ylabel("share of KV heads that chose it")
+
+
+def halves(axes: Any, profile: FCProfile) -> None:
+    axes.plot([layer.stats["stability"] for layer in profile.layers], "o-", markersize=3, linewidth=1)
+    axes.set_xlabel("layer")
+    axes.set_ylabel("FCs that both halves of the text choose")
+    axes.set_ylim(0.5, 1.01)
 
 
 def mass_by_layer(axes: Any, reductions: Any) -> None:
@@ -98,13 +111,17 @@ def main(argv: list[str] | None = None) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "fasa"  # the same picture from the same record
     from matplotlib import pyplot
 
-    stability, reductions, compare = (read(args.results, n) for n in ("stability", "reductions", "compare"))
-    for name, columns, draw in (
-        ("overlap", 2, lambda axes: overlap_of_sets(axes, stability)),
-        ("frequencies", 1, lambda axes: frequencies(axes, stability)),
+    reductions, compare = (read(args.results, n) for n in ("reductions", "compare"))
+    profile = load_profile(MODEL)
+    pictures: list[tuple[str, int, Callable[[Any], None]]] = [
+        ("halves", 1, lambda axes: halves(axes, profile)),
+        ("frequencies", 1, lambda axes: frequencies(axes, profile)),
         ("mass", 1, lambda axes: mass_by_layer(axes, reductions)),
         ("budget", 1, lambda axes: quality_by_budget(axes, compare, reductions)),
-    ):
+    ]
+    if (args.results / f"stability-{MODEL}.json").exists():
+        pictures.append(("overlap", 2, lambda axes: overlap_of_sets(axes, read(args.results, "stability"))))
+    for name, columns, draw in pictures:
         figure, axes = pyplot.subplots(1, columns, figsize=(5 * columns + 1, 4.2))
         draw(axes)
         figure.tight_layout()
