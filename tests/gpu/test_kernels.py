@@ -28,6 +28,7 @@ HALF = {"dtype": torch.float16}
     {"G": 7, "D": 96, "DV": 64, "W": 24, "mask": "additive", **HALF}, {"G": 16, "Hkv": 1, "D": 64, "DV": 64, "W": 20, "n_fac": 34},
     {"G": 5, "D": 192, "W": 48, "softcap": 20.0}, {"softcap": 20.0, "sinks": True, "mask": "bool"},
     {"reduction": "softmax_sum", "mask": "shared additive"}, {"reduction": "max", "mask": "few"},
+    {"reduction": "affine"}, {"reduction": "affine", "G": 8, "mask": "per head"},
     {"mask": "nothing"}, {"n_fac": 4096}, {"n_fac": 16, "n_sink": 0, "n_recent": 0},
 ], ids=str)  # fmt: skip
 def test_a_step(fmt: str, options: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ def test_kernels_compile(capability: int, fmt: str, mask: torch.dtype | None, mo
         sparse_decode.sparse_decode(
             q, kv, kv, data, meta, dims, centre, centre, torch.empty(Hq), m, None, slots, hint, scale=0.1, n_fac=1024,
             n_sink=4, n_recent=16, fmt=fmt, sinks=torch.empty(Hq) if mask is None else None,
+            **({"reduction": "affine", "slopes": torch.empty(Hq, W)} if fmt == "int4" else {}),
         )  # fmt: skip
         size = HotSize(fac_parts(B * Hkv, 1024, 132), 48)
         hot = (torch.empty(shape, dtype=dtype) for shape, dtype in hot_spec(B, Hkv, size, D, D, torch.bfloat16))

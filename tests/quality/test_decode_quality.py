@@ -60,8 +60,9 @@ def test_scores_of_known_distributions() -> None:
     assert got.top1 == 0.5
 
 
-def calibrated(model: Any, fc_format: str) -> Any:
-    return fasa_compile.calibrate(model, torch.randint(1, 128, (1, LENGTH)), fc_format=fc_format, progress=False)
+def calibrated(model: Any, fc_format: str, reduction: str | None = None) -> Any:
+    ids = torch.randint(1, 128, (1, LENGTH))
+    return fasa_compile.calibrate(model, ids, fc_format=fc_format, reduction=reduction, progress=False)
 
 
 def test_hook_is_dense_with_a_budget_for_everything_and_sparse_below(model: Any) -> None:
@@ -83,7 +84,7 @@ def test_hook_is_dense_with_a_budget_for_everything_and_sparse_below(model: Any)
 @pytest.mark.parametrize("n_fac", [16, 48])
 def test_compiled_path_selects_what_the_hook_selects(model: Any, fc_format: str, n_fac: int) -> None:
     _, filled, tokens = prepared(model)
-    profile = calibrated(model, fc_format)
+    profile = calibrated(model, fc_format, "affine" if n_fac == 16 else "static")
     with hooked(model, profile, Budget(n_fac, 2, 4)):
         by_hook = decode(step_of(model.forward), like(model, filled), tokens).log_probs
     backend = fasa_compile.fasa_backend(profile, n_fac=n_fac, n_sink=2, n_recent=4, inner="eager")
