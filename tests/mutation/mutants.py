@@ -736,12 +736,6 @@ add(
     f"{REPORT}::test_counts_add_up",
     f"{BAD_INPUT}::test_a_failing_stage_leaves_the_model_dense",
 )
-add(
-    "options under the registered name are forgotten",
-    "*sorted((k, repr(v)) for k, v in mine.items()),",
-    "",
-    f"{GAPS}::test_other_options_under_the_registered_name_are_another_backend",
-)
 
 # ---- the specification ------------------------------------------------------------------------------------------------
 
