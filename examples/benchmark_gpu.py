@@ -18,6 +18,7 @@ import torch
 
 from fasa_compile import bench, loading
 from fasa_compile.backend import fasa_backend
+from fasa_compile.profiles.stand_in import random_profile
 
 SHAPES = dict(
     hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336, vocab_size=128256
@@ -42,7 +43,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     # Which attentions would be sparse is known from the shapes; a stand-in profile of them is enough to measure time.
     seen = fasa_backend("all", n_fac=16, n_sink=1, n_recent=1, inner="eager")
     loading.survey(loading.skeleton(config), seen, length=1024)
-    profile = bench.stand_in_profile([d.site for graph in seen.graphs for d in graph.decisions if d.action == "sparse"])
+    profile = random_profile([d.site for graph in seen.graphs for d in graph.decisions if d.action == "sparse"])
     setting = bench.Setting(
         tuple(args.contexts),
         steps=args.steps,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,8 +14,7 @@ import fasa_compile
 from fasa_compile import charts
 from fasa_compile.backend import FasaBackend, Inner, fasa_backend
 from fasa_compile.doctor import environment
-from fasa_compile.profiles.schema import Budget, FCProfile, LayerProfile, ModelFacts, RopeFacts
-from fasa_compile.sites import AttentionSite
+from fasa_compile.profiles.schema import FCProfile
 
 #: Variant -> what it is called in tables and plots.
 VARIANTS = {"hf": "Hugging Face", "dense": "ours, dense", "sparse": "ours, sparse"}
@@ -35,34 +34,6 @@ class Setting:
     mode: str | None = None
     prefill: bool = True
     budget: tuple[tuple[str, Any], ...] = ()
-
-
-def stand_in_profile(sites: Sequence[AttentionSite], fc_format: str = "int4") -> FCProfile:
-    """A profile for timing: half of each site's frequency chunks drawn at random, zero centre, unit spread. The time of a step
-    does not depend on the choice; what it selects means nothing."""
-    g = torch.Generator().manual_seed(0)
-    rows = []
-    for site in sites:
-        _, Hq, Hkv, _, _, D, _ = (int(n) for n in site.shape)
-        n = len(site.rope.pairs)
-        chosen = torch.stack([torch.randperm(n, generator=g)[: max(1, n // 2)].sort().values for _ in range(Hkv)])
-        rows.append(
-            LayerProfile(
-                layer=site.layer,
-                num_heads=Hq,
-                num_kv_heads=Hkv,
-                head_dim=D,
-                rope=RopeFacts(D, site.rope.pairs, site.rope.magnitude),
-                dense=False,
-                fcs=chosen.to(torch.int32),
-                centre=torch.zeros(Hkv, D),
-                spread=torch.ones(Hkv, D),
-                norm=torch.zeros(Hq),
-            )
-        )
-    return FCProfile(
-        tuple(rows), Budget(), fc_format, "static", "random", ModelFacts("stand-in", "none", len(rows), {})
-    )
 
 
 def _wait(device: torch.device) -> None:

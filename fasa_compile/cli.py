@@ -838,6 +838,7 @@ def bench(
     from fasa_compile import bench as benches
     from fasa_compile import fasa_backend, loading
     from fasa_compile.errors import ModelError
+    from fasa_compile.profiles.stand_in import random_profile
     from fasa_compile.sites import AttentionSite
 
     names = tuple(v.strip() for v in variants.split(","))
@@ -862,7 +863,7 @@ def bench(
             sites = [d.site for g in backend.graphs for d in g.decisions if d.action == "sparse"]
             if not sites:
                 raise ModelError("no attention of this model would decode sparsely: fasa-compile explain says why")
-            loaded = benches.stand_in_profile([s for s in sites if isinstance(s, AttentionSite)])
+            loaded = random_profile([s for s in sites if isinstance(s, AttentionSite)])
         torch.manual_seed(0)
         setting = benches.Setting(lengths, batch, steps, names, compiler, mode, prefill, tuple(budget.items()))
         record = benches.bench(real, loaded, setting, note=lambda text: note(escape(text)))

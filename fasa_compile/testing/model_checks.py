@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from fasa_compile import FasaWarning, fasa_backend, stats
 from fasa_compile.plan import Decision
-from fasa_compile.profiles.schema import Budget, FCProfile, LayerProfile, ModelFacts, RopeFacts
+from fasa_compile.profiles.schema import Budget, FCProfile
+from fasa_compile.profiles.stand_in import random_profile
 from fasa_compile.runtime import Runtime
 from fasa_compile.sites import AttentionSite
 from fasa_compile.testing.drivers import Driver, driver_for, tokens
@@ -57,37 +58,6 @@ class Trial:
     @property
     def budget(self) -> dict[str, int]:
         return {"n_fac": self.n_fac, "n_sink": self.n_sink, "n_recent": self.n_recent}
-
-
-def random_profile(
-    sites: Sequence[AttentionSite], budget: Budget, fc_format: str, reduction: str, share: float, seed: int
-) -> FCProfile:
-    """Random frequency chunks and constants for each site: at least one chunk, and the ``share`` of them."""
-    g = torch.Generator().manual_seed(seed)
-    layers = []
-    for site in sites:
-        _, Hq, Hkv, _, _, D, _ = site.shape
-        n = len(site.rope.pairs)
-        fcs = torch.stack(
-            [torch.randperm(n, generator=g)[: max(1, round(share * n))].sort().values for _ in range(Hkv)]
-        )
-        layers.append(
-            LayerProfile(
-                layer=site.layer,
-                num_heads=Hq,
-                num_kv_heads=Hkv,
-                head_dim=D,
-                rope=RopeFacts(D, site.rope.pairs, site.rope.magnitude),
-                dense=False,
-                fcs=fcs.to(torch.int32),
-                centre=torch.randn(Hkv, D, generator=g) * 0.1,
-                spread=torch.rand(Hkv, D, generator=g) + 0.5,
-                norm=torch.randn(Hq, generator=g),
-            )
-        )
-    return FCProfile(
-        tuple(layers), budget, fc_format, reduction, "random", ModelFacts("random", "0" * 16, len(layers), {})
-    )
 
 
 class Compiled:
@@ -151,8 +121,8 @@ class Subject:
         if trial.fc_format == "all" or "" in names or len(names) < len(sites):
             return "all"
         return random_profile(
-            sites, Budget(**trial.budget), trial.fc_format, trial.reduction, trial.share, trial.seed
-        )  # fmt: skip
+            sites, Budget(**trial.budget), trial.fc_format, trial.reduction, share=trial.share, seed=trial.seed
+        )
 
     def compiled(self, profile: FCProfile | str, how: dict[str, Any], model: nn.Module | None = None) -> Compiled:
         """A model (by default this one) under a fresh ``torch.compile``; ``how``: a budget, and other arguments of the backend."""

@@ -22,7 +22,6 @@ import tempfile
 import time
 import traceback
 import warnings
-import zlib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -39,7 +38,8 @@ from torch import Tensor, nn
 
 from fasa_compile.backend import FasaBackend
 from fasa_compile.plan import Policy, hint
-from fasa_compile.profiles import Budget, FCProfile, LayerProfile, ModelFacts, RopeFacts
+from fasa_compile.profiles import Budget, FCProfile, LayerProfile
+from fasa_compile.profiles.stand_in import random_profile
 from fasa_compile.sites import AttentionSite, NoMatch
 from fasa_compile.testing.plain import Entry, PlainFasa
 
@@ -153,31 +153,6 @@ def compare(what: str, got: list[Tensor], expected: list[Tensor]) -> float:
     return worst
 
 
-def random_profile(sites: list[AttentionSite]) -> FCProfile:
-    """Random frequencies and constants for each site, by its name, in the format without rounding."""
-    layers = []
-    for site in sites:
-        g = torch.Generator().manual_seed(zlib.crc32(site.layer.encode()))
-        _, heads, kv, _, _, d, _ = site.shape
-        n = len(site.rope.pairs)
-        fcs = torch.stack([torch.randperm(n, generator=g)[: max(1, n // 2)].sort().values for _ in range(kv)])
-        layers.append(
-            LayerProfile(
-                layer=site.layer,
-                num_heads=heads,
-                num_kv_heads=kv,
-                head_dim=d,
-                rope=RopeFacts(d, site.rope.pairs, site.rope.magnitude),
-                dense=False,
-                fcs=fcs.to(torch.int32),
-                centre=torch.randn(kv, d, generator=g) * 0.1,
-                spread=torch.rand(kv, d, generator=g) + 0.5,
-                norm=torch.randn(heads, generator=g),
-            )
-        )
-    return FCProfile(tuple(layers), BUDGET, "fp32", "static", "random", ModelFacts("Zoo", "0" * 16, len(layers), {}))
-
-
 class MadeUp(FasaBackend):
     """The backend with a profile that is made up for the sites of each graph: what a model is calibrated to is not at issue here.
 
@@ -200,7 +175,7 @@ class MadeUp(FasaBackend):
         found = [s for s in sites if isinstance(s, AttentionSite)]
         named = all(resolve(self.model, s.layer) is not None for s in sites)
         if found and named and len({s.layer for s in found}) == len(found):
-            self.profile = random_profile(found)
+            self.profile = random_profile(found, BUDGET, "fp32")
             self.layers |= {layer.layer: layer for layer in self.profile.layers}
             self.policy = self._policy(self.profile)
         return sites, root
