@@ -128,9 +128,9 @@ def test_profile_diff(home, tmp_path):
     run("calibrate", home.model, "--text", home.text, "--out", other, "--tokens", 256, "--n-tip", 4, "--n-fac", 99)
     assert "the same" in run("profile", "diff", home.profile, home.profile).out
     found = run("profile", "diff", home.profile, other, "--json", code=3).json
-    assert found["fields"] == {
-        "budget": [{"n_fac": 1024, "n_sink": 4, "n_recent": 16}, {"n_fac": 99, "n_sink": 4, "n_recent": 16}]
-    }
+    budgets = [{"n_fac": 1024, "n_sink": 4, "n_recent": 16}, {"n_fac": 99, "n_sink": 4, "n_recent": 16}]
+    assert found["fields"].pop("budget") == budgets
+    assert set(found["fields"]) <= {"reduction"}  # calibration measures which is best with these frequencies
     # The best 4 of a ranking are among its best 8: half of the union is shared.
     assert [row["shared_fcs"] for row in found["layers"]] == [0.5, 0.5]
     assert "50 % of the union" in run("profile", "diff", home.profile, other, code=3).out

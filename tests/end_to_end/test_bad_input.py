@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import re
 import warnings
 from types import SimpleNamespace
@@ -73,11 +74,8 @@ def test_missing_profile_file():
 def test_profile_from_a_newer_schema(tmp_path):
     path = tmp_path / "profile.json"
     llama_profile().save(path)
-    path.write_text(
-        path.read_text()
-        .replace('"schema_version": 1', '"schema_version": 2')
-        .replace('"schema_version":1', '"schema_version":2')
-    )
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document | {"schema_version": document["schema_version"] + 1}))
     with pytest.raises(ProfileError, match="newer"):
         fasa_backend(path)
 
