@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import itertools
 import logging
 import os
 import time
@@ -220,6 +221,7 @@ class FasaBackend:
         )  # of checked weights
         self.graphs: list[GraphRecord] = []
         self._warned: set[str] = set()
+        self._made = next(_count)
         _live.add(self)
 
     def __copy__(self) -> FasaBackend:
@@ -473,6 +475,7 @@ class FasaBackend:
 
 
 _live: weakref.WeakSet[FasaBackend] = weakref.WeakSet()
+_count = itertools.count()
 
 
 @atexit.register
@@ -573,8 +576,8 @@ _named: dict[Any, FasaBackend] = {}
 
 
 def explain(backend: FasaBackend | None = None) -> Report:
-    """What happened to each attention site: of one backend, or of every live backend together."""
+    """What happened to each attention site: of one backend, or of every live backend together, in the order they were made."""
     if backend is not None:
         return backend.explain()
-    merged = (g for live in _live for g in live.graphs)
+    merged = (g for live in sorted(_live, key=lambda b: b._made) for g in live.graphs)
     return Report([replace(g, index=i) for i, g in enumerate(merged)])
