@@ -35,7 +35,7 @@ from fasa_compile.profiles.schema import FCProfile
 from fasa_compile.report import GraphRecord, Report, why
 from fasa_compile.rewrite import VIEWS, NotExpressible, Rewritten, rewrite
 from fasa_compile.runtime import Runtime, counted
-from fasa_compile.sharding import agree, share_of
+from fasa_compile.sharding import agree, shares_of
 from fasa_compile.sites import AttentionSite, NoMatch, below
 
 log = logging.getLogger("fasa_compile")
@@ -296,8 +296,7 @@ class FasaBackend:
         sites, root = self._located(sites)
         prefix = self._check_model([s for s in sites if isinstance(s, AttentionSite)], root)
         grad, autocast = _records_gradients(example_inputs), _autocasts(gm, example_inputs)
-        found = {s.index: share_of(s, shadow) for s in sites if isinstance(s, AttentionSite)}
-        shares = {index: share for index, share in found.items() if share is not None}
+        shares = shares_of(sites, shadow)
         hosted = [site.index for site in sites if _hosted(site, shadow)]
         planned = plan(sites, self.policy, grad=grad, autocast=autocast, prefix=prefix, hosted=hosted, shares=shares)
         _check_memory(planned)

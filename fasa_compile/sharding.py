@@ -22,7 +22,7 @@ from torch import fx
 from fasa_compile.capture import Shadow
 from fasa_compile.errors import FasaError
 from fasa_compile.profiles.schema import FCProfile, LayerProfile
-from fasa_compile.sites import AttentionSite
+from fasa_compile.sites import AttentionSite, NoMatch
 
 if TYPE_CHECKING:
     from fasa_compile.plan import Plan, Policy
@@ -81,15 +81,18 @@ def _rows_shared(weight: Any) -> Share | None:
     return Share(index, parts, tuple(mesh.mesh[tuple(here)].flatten().tolist()))
 
 
-def share_of(site: AttentionSite, shadow: Shadow) -> Share | None:
-    """The part of the attention's heads that this process has, read off the weights that its operands were projected with.
-
-    None where these are no DTensors sharded by rows, or do not agree.
-    """
+def shares_of(sites: Iterable[AttentionSite | NoMatch], shadow: Shadow) -> dict[int, Share]:
+    """The part of each attention's heads that this process has, by the site's index, read off the weights that its operands were
+    projected with. Left out where these are no DTensors sharded by rows, or do not agree."""
+    if not any(map(_is_dtensor, shadow.example_inputs)):
+        return {}
     examples = dict(zip(shadow.dynamo.graph.find_nodes(op="placeholder"), shadow.example_inputs, strict=True))
-    if not any(map(_is_dtensor, examples.values())):
-        return None
-    start = next(node for node in shadow.dynamo.graph.nodes if node.name == site.output)
+    outputs = {node.name: node for node in shadow.dynamo.graph.nodes}
+    found = {s.index: _share(outputs[s.output], examples) for s in sites if isinstance(s, AttentionSite)}
+    return {index: share for index, share in found.items() if share is not None}
+
+
+def _share(start: fx.Node, examples: Mapping[fx.Node, Any]) -> Share | None:
     todo, seen, found = [start], {start}, set()
     while todo:
         node = todo.pop()
