@@ -33,7 +33,7 @@ from fasa_compile.plan import Decision, Plan, Policy, demote, hint, is_one, plan
 from fasa_compile.profiles.files import load_profile
 from fasa_compile.profiles.schema import FCProfile
 from fasa_compile.report import GraphRecord, Report, why
-from fasa_compile.rewrite import VIEWS, NotExpressible, Rewritten, rewrite
+from fasa_compile.rewrite import NotExpressible, Rewritten, rewrite
 from fasa_compile.runtime import Runtime, counted
 from fasa_compile.sharding import agree, shares_of
 from fasa_compile.sites import AttentionSite, NoMatch, below
@@ -136,6 +136,26 @@ def _without_aliases(site: AttentionSite | NoMatch, shadow: Shadow) -> Attention
     return replace(site, cache=replace(site.cache, rewritten_later=True))
 
 
+# ATen operators between a buffer of K or V and its reader that copy nothing.
+_VIEWS = {
+    torch.ops.aten.view.default,
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.squeeze.dim,
+    torch.ops.aten.squeeze.default,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.select.int,
+    torch.ops.aten.expand.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.split.Tensor,
+    torch.ops.aten.split_with_sizes.default,
+    torch.ops.aten.unbind.int,
+}
+
+
 def _hosted(site: AttentionSite | NoMatch, shadow: Shadow) -> bool:
     """Whether the K and V that a site reads are one ``offloaded_cache``, V as the whole graph leaves it."""
     if not isinstance(site, AttentionSite) or site.cache.k_input is None:
@@ -145,7 +165,7 @@ def _hosted(site: AttentionSite | NoMatch, shadow: Shadow) -> bool:
         return False
     held = {node: i for i, node in enumerate(shadow.final) if shadow.is_written(i)}
     node = site.v.node
-    while node not in held and node.op == "call_function" and node.target in VIEWS:
+    while node not in held and node.op == "call_function" and node.target in _VIEWS:
         node = node.all_input_nodes[0]
     return node in held and rows_of(shadow.example_inputs[held[node]]) is rows
 

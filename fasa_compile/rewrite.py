@@ -73,26 +73,6 @@ class Rewritten:
     extra: tuple[ExtraInput, ...]
 
 
-#: ATen operators that a K or V chain may consist of when it has to be written out anew: they copy nothing.
-VIEWS = {
-    torch.ops.aten.view.default,
-    torch.ops.aten._unsafe_view.default,
-    torch.ops.aten.reshape.default,
-    torch.ops.aten.transpose.int,
-    torch.ops.aten.permute.default,
-    torch.ops.aten.unsqueeze.default,
-    torch.ops.aten.squeeze.dim,
-    torch.ops.aten.squeeze.default,
-    torch.ops.aten.slice.Tensor,
-    torch.ops.aten.select.int,
-    torch.ops.aten.expand.default,
-    torch.ops.aten.alias.default,
-    torch.ops.aten.split.Tensor,
-    torch.ops.aten.split_with_sizes.default,
-    torch.ops.aten.unbind.int,
-}
-
-
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     """A deep copy that keeps what Dynamo hangs on the original and ``copy.deepcopy`` drops.
 
@@ -122,10 +102,10 @@ class Emitter:
         self._inputs = twin.graph.find_nodes(op="placeholder")
         self._done: dict[tuple[str, fx.Node], fx.Node] = {}
 
-    def node(self, value: fx.Node, at: str, *, views_only: bool) -> fx.Node:
+    def node(self, value: fx.Node, at: str) -> fx.Node:
         """A node holding ``value`` when ``at`` begins: one that exists, or else ``value``'s own computation written out.
 
-        ``views_only`` refuses to write out anything that would copy a tensor (for K and V: a copy of the cache).
+        For K and V one exists (``match`` refuses a site otherwise), so no cache is ever copied.
         """
         holder = self.shadow.holder(value, at)
         if holder is not None:
@@ -136,16 +116,14 @@ class Emitter:
             return self._inputs[self.shadow.inputs.index(value)]  # a number: nothing can have written it
         if value.op != "call_function":
             raise NotExpressible(f"{value.name} ({value.op}) is held by no tensor of the graph at {at}")
-        if views_only and value.target not in VIEWS and "getitem" not in str(value.target):
-            raise NotExpressible(f"{value.name} ({value.target}) would have to be computed a second time at {at}")
-        arguments = fx.map_arg(value.args, lambda a: self.node(a, at, views_only=views_only))
-        keywords = fx.map_arg(value.kwargs, lambda a: self.node(a, at, views_only=views_only))
+        arguments = fx.map_arg(value.args, lambda a: self.node(a, at))
+        keywords = fx.map_arg(value.kwargs, lambda a: self.node(a, at))
         made = self._insert(at, value.target, arguments, keywords, value.meta.get("val"))
         self._done[at, value] = made
         return made
 
-    def expr(self, expr: Expr, at: str, *, views_only: bool = False) -> fx.Node:
-        return self.steps(self.node(expr.node, at, views_only=views_only), expr.steps, at)
+    def expr(self, expr: Expr, at: str) -> fx.Node:
+        return self.steps(self.node(expr.node, at), expr.steps, at)
 
     def steps(self, node: fx.Node, steps: tuple[tuple[Any, tuple[Any, ...]], ...], at: str) -> fx.Node:
         for op, arguments in steps:
@@ -254,8 +232,8 @@ def _emit_site(emit: Emitter, decision: Decision, inputs: dict[str, fx.Node], bo
     at = site.output
     kernels = _Kernels(emit, at, gpu=uses_kernels(site.k.node.meta["val"].device))
     q = emit.expr(site.q, at)
-    k = emit.expr(site.k, at, views_only=True)
-    v = emit.expr(site.v, at, views_only=True)
+    k = emit.expr(site.k, at)
+    v = emit.expr(site.v, at)
     mask = emit.expr(site.mask, at) if site.mask is not None else None
     sinks = emit.expr(site.sinks, at) if site.sinks is not None else None
     limits = None

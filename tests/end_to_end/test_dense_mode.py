@@ -112,10 +112,17 @@ def test_softcap_and_sliding_layers():
     )  # fmt: skip
     config._attn_implementation = "eager"
     model = Gemma2ForCausalLM(config).eval()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data *= 40
+        layer.self_attn.k_proj.weight.data *= 40
     dense = decode(model, model, IDS, cache_for(model, "static"), 4)
     made, step = compiled(model, strict=False)
     assert difference(decode(model, step, IDS, cache_for(model, "static"), 4), dense) <= 1e-4
     assert ("dense-kernel", "dense-mode") in decisions(made)
+    for layer in model.model.layers:
+        layer.self_attn.attn_logit_softcapping = None
+    uncapped = decode(model, model, IDS, cache_for(model, "static"), 4)
+    assert difference(uncapped, dense) > 1e-2, "the soft cap has no effect: this cannot fail"
 
 
 def test_attention_sinks():

@@ -10,11 +10,14 @@ import torch
 from models import (
     Custom,
     Interleaved,
+    PartialHalfSplit,
     cache_for,
     compiled,
     decode,
     decode_custom,
     difference,
+    eager_fasa,
+    half_split,
     llama_profile,
     profile_of,
     tiny_llama,
@@ -28,6 +31,11 @@ from fasa_compile import FasaWarning, calibrate, fasa_backend
 IDS = torch.randint(0, 512, (1, 44), generator=torch.Generator().manual_seed(3))
 TOKENS = torch.randint(0, 128, (1, 50), generator=torch.Generator().manual_seed(2))
 PAIRS = tuple((2 * i, 2 * i + 1) for i in range(8))
+
+
+def small_profile(**budget):
+    """For ``Custom(Interleaved)``."""
+    return profile_of([(f"blocks.{i}", 4, 2, 16, PAIRS) for i in range(2)], 3, **budget)
 
 
 def reasons(made) -> set[str]:
@@ -130,7 +138,7 @@ class Adds(Interleaved):
 
 def test_keys_that_are_added_to_a_row_are_not_its_keys():
     """Twice at one position: the second time the row holds the sum of two keys, which no write put there."""
-    profile = profile_of([(f"blocks.{i}", 4, 2, 16, PAIRS) for i in range(2)], 3, n_fac=60, n_sink=1, n_recent=2)
+    profile = small_profile(n_fac=60, n_sink=1, n_recent=2)
     model, plain = Custom(Adds).eval(), Custom(Adds).eval()
     made = fasa_backend(profile, inner="eager", check_weights=False)
     step = torch.compile(model, backend=made)
@@ -159,7 +167,7 @@ def test_a_row_beyond_what_attention_reads():
             y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask[..., :48], scale=0.3)
             return self.out(y.transpose(1, 2).reshape(B, T, -1))
 
-    profile = profile_of([(f"blocks.{i}", 4, 2, 16, PAIRS) for i in range(2)], 3, n_fac=47, n_sink=1, n_recent=2)
+    profile = small_profile(n_fac=47, n_sink=1, n_recent=2)
     model, plain = Custom(FirstRows).eval(), Custom(FirstRows).eval()
     step = torch.compile(model, backend=fasa_backend(profile, inner="eager", check_weights=False))
     with torch.no_grad():
@@ -187,7 +195,7 @@ def test_a_write_whose_result_is_what_attention_reads():
             y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=0.3)
             return self.out(y.transpose(1, 2).reshape(B, T, -1))
 
-    profile = profile_of([(f"blocks.{i}", 4, 2, 16, PAIRS) for i in range(2)], 3, n_fac=60, n_sink=1, n_recent=2)
+    profile = small_profile(n_fac=60, n_sink=1, n_recent=2)
     model, plain = Custom(Result).eval(), Custom(Result).eval()
     step = torch.compile(model, backend=fasa_backend(profile, inner="eager", check_weights=False, strict=True))
     found, expected = (decode_custom(m, f, TOKENS, 4) for m, f in ((model, step), (plain, plain)))
@@ -251,3 +259,84 @@ def test_a_layer_that_calibration_could_not_read_stays_dense():
         ("blocks.0", "sparse", ""),
         ("blocks.1", "dense", "not-calibrated"),
     }
+
+
+def test_keys_that_no_value_of_the_graph_holds_stay_dense():
+    """The concatenated keys are changed after the attention's own copy was made: to read them, the cache would be copied anew."""
+
+    class ChangedAfterReading(PartialHalfSplit):
+        def forward(self, x, pos, table, mask):
+            B, T, _ = x.shape
+            q = self.q(x).view(B, T, self.H, self.D).transpose(1, 2)
+            k, v = self.kv(x).view(B, T, 2, self.HKV, self.D).permute(2, 0, 3, 1, 4)
+            q, k = self.rotate(q, table), self.rotate(k, table)
+            if self.k_past is not None:
+                k, v = torch.cat([self.k_past, k], 2), torch.cat([self.v_past, v], 2)
+            keys, values = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+            self.k_past, self.v_past = k.mul_(1.01), v
+            y = F.scaled_dot_product_attention(q, keys, values, is_causal=T > 1)
+            return self.out(y.transpose(1, 2).reshape(B, T, -1))
+
+    model = Custom(ChangedAfterReading).eval()
+    dense = decode_custom(model, model, TOKENS, 3)
+    made = fasa_backend("all", n_fac=12, n_sink=1, n_recent=2, inner="eager")
+    with pytest.warns(FasaWarning, match="by views of a value that the graph holds"):
+        assert difference(decode_custom(model, torch.compile(model, backend=made), TOKENS, 3), dense) <= 1e-5
+    assert reasons(made) == {"heads"}
+
+
+def test_one_site_that_cannot_be_written_down_leaves_the_others_sparse(monkeypatch):
+    from fasa_compile import rewrite
+
+    whole = rewrite._emit_site
+
+    def emit(emitter, decision, *rest):
+        if decision.site.index == 0:
+            raise rewrite.NotExpressible("planted: no tensor holds it")
+        whole(emitter, decision, *rest)
+
+    monkeypatch.setattr(rewrite, "_emit_site", emit)
+    model = tiny_llama(layers=2)
+    made = fasa_backend(llama_profile(2), n_fac=60, inner="eager", check_weights=False)
+    found = decode(model, torch.compile(model, backend=made), IDS, cache_for(model, "static"), 3)
+    assert difference(found, decode(model, model, IDS, cache_for(model, "static"), 3)) <= 1e-4
+    assert [(row.decision, row.reason) for row in made.explain().rows] == [("dense", "not-expressible"), ("sparse", "")]
+    assert fasa_compile.stats()["declined"] == {"not-expressible": 1}
+
+
+@pytest.mark.parametrize("reduction", ["static", "softmax_sum", "max"])
+def test_the_graph_reduces_as_the_profile_says(reduction):
+    model = tiny_llama(layers=2)
+    rows = [(f"model.layers.{i}.self_attn", 8, 2, 32, half_split(32)) for i in range(2)]
+    profile = profile_of(rows, 8, reduction=reduction)
+    budget = dict(n_fac=10, n_sink=1, n_recent=2)
+    with eager_fasa(model, profile, **budget):
+        expected = decode(model, model, IDS, cache_for(model, "static"), 6)
+    found = decode(model, compiled(model, profile, **budget), IDS, cache_for(model, "static"), 6)
+    assert difference(found, expected) <= 1e-4
+    assert fasa_compile.stats()["sparse_steps"] == 6
+
+
+def test_layers_with_other_masks_have_bounds_of_their_own():
+    """The first layer sees a window only. Each keeps the first four tokens that it may see: as if its mask left no others."""
+
+    class Windowed(Custom):
+        first_four = False
+
+        def forward(self, ids, pos):
+            x = self.embed(ids)
+            t, table = torch.arange(self.LENGTH), self.table[pos]
+            for i, (block, norm) in enumerate(zip(self.blocks, self.norms, strict=False)):
+                first = pos[:, None] - 12 if i == 0 else pos[:, None] * 0
+                mask = self.causal[pos] & (t >= first)
+                if self.first_four and len(pos) == 1:
+                    mask = mask & (t < first + 4)
+                x = x + block(norm(x), pos, table, mask[None, None])
+            return self.head(self.norms[-1](x))
+
+    model, plain = Windowed(Interleaved).eval(), Windowed(Interleaved).eval()
+    plain.first_four = True
+    expected = decode_custom(plain, plain, TOKENS, 5)
+    step = compiled(model, small_profile(), n_fac=4, n_sink=4, n_recent=0)
+    assert difference(decode_custom(model, step, TOKENS, 5), expected) <= 1e-4
+    assert fasa_compile.stats()["sparse_steps"] == 5

@@ -10,14 +10,9 @@ one that follows it, with a mask, freshly written rows and a row whose length is
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
-from kernel_checks import make_case
-
+from fasa_compile.testing.steps import make_case
 from fasa_compile.triton_kernels import bounds, dense_decode, pack, sparse_decode
 
 
