@@ -56,7 +56,11 @@ def record(measured: dict[str, Any], not_run: str) -> dict[str, Any]:
             "lines_not_run": ranges(file["missing_lines"]),
             "branches_not_taken": [f"{a}->{'exit' if b < 0 else b}" for a, b in ways],
         }
-    versions = {"torch": torch.__version__, "python": platform.python_version(), "coverage": measured["meta"]["version"]}
+    versions = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "coverage": measured["meta"]["version"],
+    }
     return {"what": "lines and branches of the package that tests run", "not_run": not_run, **versions} | {
         "total": numbers(measured["totals"]),
         "files": files,

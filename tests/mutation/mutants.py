@@ -537,8 +537,7 @@ add(
     "packed caches are trusted after an exception",
     "            except BaseException as problem:\n                self._distrust()\n",
     "            except BaseException as problem:\n",
-    f"{STATE}::test_an_interrupted_step_leaves_no_trust_behind",
-    FAULTS,
+    f"{FAULTS}::test_a_step_that_broke_off_under_a_compiler_whose_writes_are_not_counted",
 )
 add(
     "the memory of the last threshold outlives a prompt",
