@@ -289,7 +289,9 @@ def check_repeat(subject: Subject, trial: Trial) -> None:
             equal(again[0], first, "a second run")
         near(again[0], first, "a second run")
         found += again
-    for what, other in zip(("a further run", "a run compiled anew", "a further run compiled anew"), found[1:], strict=True):
+    for what, other in zip(
+        ("a further run", "a run compiled anew", "a further run compiled anew"), found[1:], strict=True
+    ):
         equal(other, found[0], what)
 
 
