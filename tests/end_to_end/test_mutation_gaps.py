@@ -340,3 +340,24 @@ def test_layers_with_other_masks_have_bounds_of_their_own():
     step = compiled(model, small_profile(), n_fac=4, n_sink=4, n_recent=0)
     assert difference(decode_custom(model, step, TOKENS, 5), expected) <= 1e-4
     assert fasa_compile.stats()["sparse_steps"] == 5
+
+
+@pytest.mark.parametrize("fc_format", ["all", "int4"])
+def test_whatever_lies_in_slots_that_are_not_filled_yet(fc_format):
+    """NaN and infinity behind the mask, after the prompt, change no bit of the steps that follow."""
+    profile = "all" if fc_format == "all" else llama_profile(2, fc_format=fc_format)
+    outcomes = []
+    for poisoned in (False, True):
+        model = tiny_llama(layers=2)
+        cache = cache_for(model, "static")
+
+        def poison(i, cache=cache, poisoned=poisoned):
+            if i == 0 and poisoned:
+                for layer in cache.layers:
+                    layer.keys[:, :, IDS.shape[1] :] = torch.nan
+                    layer.values[:, :, IDS.shape[1] :] = torch.inf
+
+        step = compiled(model, profile, n_fac=12, n_sink=1, n_recent=2)
+        outcomes.append(decode(model, step, IDS, cache, 5, each=poison))
+    assert torch.equal(*outcomes) and outcomes[0].isfinite().all()
+    assert fasa_compile.stats()["sparse_steps"] == 10
