@@ -108,9 +108,9 @@ coverage: TEST_LIMIT = 5400
 coverage: $(VENV)/dev.stamp ## line and branch coverage by the tests that need no GPU: at least 92 %, and a list of the lines that are left
 	@rm -f .coverage .coverage.* && mkdir -p build
 	@rc=0; $(if $(shell command -v timeout),timeout -k 30 $(TEST_LIMIT)) \
-		$(BIN)/python -m coverage run -m pytest -q -n $(WORKERS) --dist loadfile -m "not gpu and not slow" $(PYTEST_ARGS) || rc=$$?; \
+		$(BIN)/python -m coverage run -m pytest -q -n $(WORKERS) --dist loadfile -m "not gpu" $(PYTEST_ARGS) || rc=$$?; \
 	$(BIN)/python -m coverage combine -q; $(BIN)/python -m coverage json -q -o build/coverage.json --fail-under 0; \
-	$(BIN)/python tests/coverage_record.py build/coverage.json --not-run "tests that need a GPU, and slow ones"; \
+	$(BIN)/python tests/coverage_record.py build/coverage.json --not-run "tests that need a GPU"; \
 	$(BIN)/python -m coverage report && exit $$rc
 
 .PHONY: mutants

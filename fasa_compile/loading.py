@@ -120,7 +120,7 @@ def _without_weights(dtype: torch.dtype) -> Iterator[None]:
 
     def meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(self, name, param)
-        if param is not None:
+        if param is not None and not param.is_meta:  # one that is there already is tied to another module's
             kind, flag = type(param), param.requires_grad
             self._parameters[name] = kind(param.to("meta"), requires_grad=flag)
 
