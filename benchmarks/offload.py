@@ -234,8 +234,9 @@ class Steps:
         self.x = self.fresh()
 
     def fresh(self) -> Tensor:
+        """Large against what random layers add, so that the queries of all layers are as alike as the inputs."""
         shape = (self.batch, 1, self.model.config.hidden_size)
-        return 0.02 * torch.randn(shape, generator=self.noise, device="cuda", dtype=torch.bfloat16)
+        return 32 * torch.randn(shape, generator=self.noise, device="cuda", dtype=torch.bfloat16)
 
     def rewind(self, room: int) -> None:
         decode.rewind(self.cache, self.length - room)
@@ -368,6 +369,8 @@ def memory(formats: list[str], lengths: list[int], hots: list[int]) -> list[dict
     """Bytes on the card for K and V of one layer, by the allocator, against dense bf16. Each ``fmt-n_tip``."""
     rows = []
     model = model_of(1, shared=False)
+    with torch.no_grad():  # what a first call takes for good, cuBLAS's workspace above all, is nobody's KV
+        model(torch.zeros((1, 4), dtype=torch.long, device="cuda"))
     for length in lengths:
         for name in formats:
             for hot in hots:

@@ -25,30 +25,38 @@ from . import reference
 from .formats import fc_cache_spec
 
 #: Raise it with every change of what a kernel computes or of how it is called.
-KERNEL_VERSION = 4
+KERNEL_VERSION = 5
 
 #: Columns of ``hint``: the last threshold and the width of a bin around it (base-2 log units of the keys).
 HINT_COLUMNS = 2
 
 _LIBRARY = torch.library.Library("fasa", "DEF")
 
+# The kernels take K, V, q and masks with whatever strides they have, and say so: Inductor would otherwise copy a whole K and V to
+# the strides they had when it traced, where functionalisation makes a dense tensor of a cache with gaps between its rows.
+_ANY_STRIDES = (torch.Tag.flexible_layout,)
+
 _LIBRARY.define(
     "pack(Tensor k, Tensor dims, Tensor centre, Tensor spread, str fmt, int version) -> (Tensor, Tensor)",
+    tags=_ANY_STRIDES,
 )
 _LIBRARY.define(
     "pack_rows_(Tensor(a!) data, Tensor(b!) meta, Tensor k, Tensor slots, Tensor dims, Tensor centre, Tensor spread, "
     "str fmt, int version) -> ()",
+    tags=_ANY_STRIDES,
 )
-_LIBRARY.define("mask_bounds(Tensor mask, SymInt L, int version) -> Tensor")
+_LIBRARY.define("mask_bounds(Tensor mask, SymInt L, int version) -> Tensor", tags=_ANY_STRIDES)
 _LIBRARY.define(
     "sparse_decode(Tensor q, Tensor k, Tensor v, Tensor(a!)? data, Tensor(b!)? meta, Tensor? dims, Tensor? centre, "
     "Tensor? spread, Tensor? norm, Tensor? mask, Tensor? bounds, Tensor? slots, Tensor(c!)? hint, Tensor(d!)? hot=None, "
     "Tensor(e!)? tags=None, Tensor(f!)? ledger=None, *, float scale, int n_fac, int n_sink, int n_recent, float softcap, "
     "Tensor? sinks, str fmt, str reduction, int version, Tensor? slopes=None) -> Tensor",
+    tags=_ANY_STRIDES,
 )
 _LIBRARY.define(
     "dense_decode(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bounds, *, float scale, float softcap, Tensor? sinks, "
     "int version) -> Tensor",
+    tags=_ANY_STRIDES,
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from fasa_compile.triton_kernels import ops, reference
@@ -74,3 +75,38 @@ def test_the_package_imports_without_triton() -> None:
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("operator", ["dense", "sparse"])
+def test_a_cache_with_gaps_is_read_where_it_lies(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K and V of a token side by side, as an offloaded cache has them: functionalisation makes dense tensors of both, and Inductor
+    would copy the whole of either to those strides before every step."""
+    q, _, _, dims, centre, spread = inputs()
+    both = torch.randn(B, HKV, L, 2 * D)
+    k, v = both[..., :D], both[..., D:].clone()[..., :12]
+    assert not k.is_contiguous() and not v.is_contiguous()
+    data, meta = FASA.pack(k, dims, centre, spread, "int4", VERSION)
+    hint = torch.zeros(ops.sparse_decode_state(B, HKV)[0])
+    read: list[tuple[int, int]] = []
+    name = f"{operator}_decode"
+    real = getattr(reference, name)
+
+    def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: object, **how: object) -> torch.Tensor:
+        read.append((k.data_ptr(), v.data_ptr()))
+        return real(q, k, v, *more, **how)
+
+    monkeypatch.setattr(reference, name, watched)
+
+    def step(q, k, v, new_k, new_v, position):  # type: ignore[no-untyped-def]
+        k.index_copy_(2, position, new_k)
+        v.index_copy_(2, position, new_v)
+        if operator == "dense":
+            how = {"scale": 0.25, "softcap": 0.0, "sinks": None, "version": VERSION}
+            return FASA.dense_decode(q, k, v, None, None, **how)
+        state = (data, meta, dims, centre, spread, None, None, None, position, hint)
+        return FASA.sparse_decode(q, k, v, *state, version=VERSION, **HOW)
+
+    new = torch.randn(B, HKV, 1, D), torch.randn(B, HKV, 1, 12)
+    torch.compile(step, dynamic=False)(q, k, v, *new, torch.tensor([5]))
+    assert read == [(k.data_ptr(), v.data_ptr())]
