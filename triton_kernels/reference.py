@@ -110,7 +110,7 @@ def mask_bounds(mask: Tensor, L: int) -> Tensor:
     ``mask`` is broadcastable to ``[B, Hq, 1, L]``, bool (True attends) or additive; ``B'`` is its own batch size, 1 where
     it is shared. ``(0, 0)`` for a row without a valid token.
     """
-    allowed = _allowed(_four_dims(mask)).any(dim=2).any(dim=1)
+    allowed = _allowed(four_dims(mask)).any(dim=2).any(dim=1)
     allowed = allowed.expand(allowed.shape[0], L)
     t = torch.arange(L, device=mask.device, dtype=torch.int32)
     stop = torch.where(allowed, t + 1, 0).amax(-1)
@@ -118,7 +118,7 @@ def mask_bounds(mask: Tensor, L: int) -> Tensor:
     return torch.stack([start, stop], dim=-1).to(torch.int32)
 
 
-def _four_dims(mask: Tensor) -> Tensor:
+def four_dims(mask: Tensor) -> Tensor:
     return mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
 
 
@@ -127,7 +127,7 @@ def _allowed(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
 
 
-def _per_head_mask(
+def per_head_mask(
     mask: Tensor | None, bounds: Tensor | None, B: int, Hkv: int, G: int, L: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """``(allowed, bias, bounds)``: bool and fp32 broadcastable to ``[B, Hkv, G, L]``, and int32 ``[B', 2]``.
@@ -142,7 +142,7 @@ def _per_head_mask(
         bias = None
     else:
         bounds = mask_bounds(mask, L) if bounds is None else bounds
-        mask = _four_dims(mask)
+        mask = four_dims(mask)
         heads = (Hkv, G) if mask.shape[1] != 1 else (1, 1)
         mask = mask.reshape(mask.shape[0], *heads, mask.shape[3])
         allowed = _allowed(mask)
@@ -209,13 +209,13 @@ def sparse_decode(
     B, Hq, _, D = q.shape
     Hkv, L = k.shape[1], k.shape[2]
     G = Hq // Hkv
-    allowed, bias, bounds = _per_head_mask(mask, bounds, B, Hkv, G, L, q.device)
+    allowed, bias, bounds = per_head_mask(mask, bounds, B, Hkv, G, L, q.device)
     qg = q.reshape(B, Hkv, G, D).float()
-    level = _level(qg, dims, spread, norm, slopes, scale, reduction)
+    level = levels(qg, dims, spread, norm, slopes, scale, reduction)
     key = _keys(
         qg, k, data, meta, dims, spread, level, allowed, bias, bounds, scale, n_sink, n_recent, softcap, fmt, reduction
     )
-    chosen = _top(key, n_fac)  # [B, Hkv, n_fac], indices below L + n_fac
+    chosen = best(key, n_fac)  # [B, Hkv, n_fac], indices below L + n_fac
     index = chosen.clamp(max=L - 1)
     taken = (chosen < L) & (key.gather(2, index) > -torch.inf)
 
@@ -254,15 +254,15 @@ def tip_keys(
     B, Hq, _, D = q.shape
     Hkv, L = k.shape[1], k.shape[2]
     G = Hq // Hkv
-    allowed, bias, bounds = _per_head_mask(mask, bounds, B, Hkv, G, L, q.device)
+    allowed, bias, bounds = per_head_mask(mask, bounds, B, Hkv, G, L, q.device)
     qg = q.reshape(B, Hkv, G, D).float()
-    level = _level(qg, dims, spread, norm, slopes, scale, reduction)
+    level = levels(qg, dims, spread, norm, slopes, scale, reduction)
     return _keys(
         qg, k, data, meta, dims, spread, level, allowed, bias, bounds, scale, n_sink, n_recent, softcap, fmt, reduction
     )
 
 
-def _level(
+def levels(
     qg: Tensor,
     dims: Tensor | None,
     spread: Tensor | None,
@@ -305,21 +305,38 @@ def _keys(
     fmt: str,
     reduction: str,
 ) -> Tensor:
-    B, Hkv, G, _ = qg.shape
-    L = k.shape[2]
+    s = scores(qg, k, data, meta, dims, spread, bias, scale, softcap, fmt)
+    return forced(group_key(s, allowed, level, reduction), bounds, n_sink, n_recent)
+
+
+def scores(
+    qg: Tensor,
+    k: Tensor,
+    data: Tensor | None,
+    meta: Tensor | None,
+    dims: Tensor | None,
+    spread: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float,
+    fmt: str,
+) -> Tensor:
+    """Scores of ``qg [B, Hkv, G, D]`` with softcap and additive mask, fp32 ``[B, Hkv, G, L]``: of the dominant dims, or of all dims of ``k``."""
     if data is None:
         s = scale * _matmul(qg, k)
     else:
         assert meta is not None and dims is not None and spread is not None
         s = _tip_scores(qg, data, meta, dims, spread, scale, fmt)
     s = capped(s, softcap)
-    if bias is not None:
-        s = s + bias
-    key = _group_key(s, allowed, level, reduction, B, Hkv, G, L)
-    t = torch.arange(L, device=qg.device)
+    return s if bias is None else s + bias
+
+
+def forced(key: Tensor, bounds: Tensor, n_sink: int, n_recent: int) -> Tensor:
+    """``key [B, Hkv, L]`` with +inf for the tokens that are in whatever they score. ``bounds [B', 2]`` may lie outside of ``[0, L]``."""
+    t = torch.arange(key.shape[2], device=key.device)
     first, stop = bounds[:, None, :1], bounds[:, None, 1:]
-    forced = (t < first + n_sink) | (t >= stop - n_recent)
-    return torch.where((key > -torch.inf) & forced, torch.inf, key)
+    always = (t < first + n_sink) | (t >= stop - n_recent)
+    return torch.where((key > -torch.inf) & always, torch.inf, key)
 
 
 def dense_decode(
@@ -337,7 +354,7 @@ def dense_decode(
     B, Hq, _, D = q.shape
     Hkv, L = k.shape[1], k.shape[2]
     G = Hq // Hkv
-    allowed, bias, _ = _per_head_mask(mask, bounds, B, Hkv, G, L, q.device)
+    allowed, bias, _ = per_head_mask(mask, bounds, B, Hkv, G, L, q.device)
     qg = q.reshape(B, Hkv, G, D).float()
     return _attend(qg, k.float(), v.float(), allowed, bias, scale, softcap, sinks).to(q.dtype)
 
@@ -373,23 +390,27 @@ def _tip_scores(qg: Tensor, data: Tensor, meta: Tensor, dims: Tensor, spread: Te
     return (scale * step) * (token_scale * dot + token_zero * rounded.sum(-1, keepdim=True))
 
 
-def _group_key(
-    s: Tensor, allowed: Tensor, level: Tensor | None, reduction: str, B: int, Hkv: int, G: int, L: int
-) -> Tensor:
-    """One key per token and KV head, fp32 ``[B, Hkv, L]``: -inf exactly where no head may attend, finite elsewhere."""
+def allowed_scores(s: Tensor, allowed: Tensor) -> Tensor:
+    """Finite scores ``[B, Hkv, G, L]``, NaN as the lowest, and -inf where a head may not attend."""
     s = torch.where(s == s, s, -_FLOAT_MAX).clamp(-_FLOAT_MAX, _FLOAT_MAX)
-    s = torch.where(allowed, s, -torch.inf).expand(B, Hkv, G, L)
+    return torch.where(allowed, s, -torch.inf)
+
+
+def group_key(s: Tensor, allowed: Tensor, level: Tensor | None, reduction: str) -> Tensor:
+    """One key per token and KV head, fp32 ``[B, Hkv, L]``: -inf exactly where no head may attend, finite elsewhere."""
+    size = s.shape
+    s = allowed_scores(s, allowed)
     if reduction == "softmax_sum":
-        s = s - _guarded_logsumexp(s, -1)
+        s = s - guarded_logsumexp(s, -1)
     elif level is not None:
         s = s - level
-    key = s.amax(2) if reduction == "max" else _guarded_logsumexp(s, 2).squeeze(2)
+    key = s.amax(2) if reduction == "max" else guarded_logsumexp(s, 2).squeeze(2)
     key = key.clamp(-_FLOAT_MAX, _FLOAT_MAX)
     key = torch.where(key == 0, 0.0, key)  # -0.0 and 0.0 tie
-    return torch.where(allowed.expand(B, Hkv, G, L).any(2), key, -torch.inf)
+    return torch.where(allowed.expand(size).any(2), key, -torch.inf)
 
 
-def _guarded_logsumexp(s: Tensor, dim: int) -> Tensor:
+def guarded_logsumexp(s: Tensor, dim: int) -> Tensor:
     """Log-sum-exp that keeps ``dim``; -FLOAT_MAX where every entry is -inf, never NaN."""
     top = s.amax(dim, keepdim=True).clamp(min=-_FLOAT_MAX)
     return (top + (s - top).exp().sum(dim, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny).log()).clamp(
@@ -397,7 +418,7 @@ def _guarded_logsumexp(s: Tensor, dim: int) -> Tensor:
     )
 
 
-def _top(key: Tensor, n: int) -> Tensor:
+def best(key: Tensor, n: int) -> Tensor:
     """Indices of the ``n`` highest keys along the last dim, ties to the lower index; ``[L, L + n)`` where they run out.
 
     Key and position go into one int64, so that all entries differ and ``topk`` has one answer.
@@ -422,20 +443,35 @@ def _attend(
 ) -> Tensor:
     """Softmax attention in fp32 over ``k, v [B, Hkv, N, *]``; ``allowed`` and ``bias`` broadcast to ``[B, Hkv, G, N]``."""
     B, Hkv, G, _ = qg.shape
+    sink = None if sinks is None else sinks.float().reshape(1, Hkv, G, 1)
+    out, total, top = partial(qg, k, v, allowed, bias, scale, softcap, sink)
+    if sink is not None:
+        total = total + (sink - top).exp()
+    out = out / torch.where(total == 0, 1.0, total)
+    return out.reshape(B, Hkv * G, 1, v.shape[-1])
+
+
+def partial(
+    qg: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float,
+    least: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention before it is divided: ``sum_t exp(s_t - top) v_t`` fp32 ``[B, Hkv, G, Dv]``, ``sum_t exp(s_t - top)`` and ``top``,
+    ``[B, Hkv, G, 1]``. ``top`` is the largest score, ``least`` at least, and 0 where there is none."""
     s = capped(scale * _matmul(qg, k), softcap)
     if bias is not None:
         s = s + bias
     s = torch.where(allowed, s, -torch.inf)
     top = s.amax(-1, keepdim=True)
-    if sinks is not None:
-        sink = sinks.float().reshape(1, Hkv, G, 1)
-        top = torch.maximum(top, sink)
+    if least is not None:
+        top = torch.maximum(top, least)
     top = torch.where(top == -torch.inf, 0.0, top)
     p = (s - top).exp()
-    total = p.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + (sink - top).exp()
     # 0 * NaN is NaN: values that no head of the group may see are taken out, not only weighted with zero.
     v = torch.where(allowed.any(2)[..., None], v, 0.0)
-    out = (p @ v) / torch.where(total == 0, 1.0, total)
-    return out.reshape(B, Hkv * G, 1, v.shape[-1])
+    return p @ v, p.sum(-1, keepdim=True), top

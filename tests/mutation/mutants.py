@@ -744,12 +744,12 @@ add(
     "picked = (ordered * 2**32 + (2**31 - position)).topk(n, dim=-1).values\n    return 2**31 - (picked & 0xFFFFFFFF)",
     "picked = (ordered * 2**32 + position).topk(n, dim=-1).values\n    return picked & 0xFFFFFFFF",
 )
-add("the budget is one too many", "chosen = _top(key, n_fac)", "n_fac += 1\n    chosen = _top(key, n_fac)")
+add("the budget is one too many", "chosen = best(key, n_fac)", "n_fac += 1\n    chosen = best(key, n_fac)")
 add("one recent token too few is forced", "(t >= stop - n_recent)", "(t > stop - n_recent)")
 add(
     "first tokens are counted from slot 0",
-    "forced = (t < first + n_sink)",
-    "forced = (t < n_sink)",
+    "always = (t < first + n_sink)",
+    "always = (t < n_sink)",
     f"{REFERENCE_GAPS}::test_forced_tokens_are_counted_from_the_first_and_last_valid_one",
 )
 add(
@@ -804,7 +804,7 @@ add(
     f"{INTERPRETER}::test_packed_bytes_are_the_references",
 )
 add("max is a sum", 'key = s.amax(2) if reduction == "max" else', "key =")
-add("heads are not compared by their softmax", "s = s - _guarded_logsumexp(s, -1)\n", "pass\n")
+add("heads are not compared by their softmax", "s = s - guarded_logsumexp(s, -1)\n", "pass\n")
 add(
     "NaN is stored",
     "x = torch.where(x == x, x, 0.0).clamp(-info.limit, info.limit)\n    if",
