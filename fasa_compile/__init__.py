@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from fasa_compile.profiles.files import load_profile
     from fasa_compile.profiles.schema import FCProfile
     from fasa_compile.report import Report
+    from fasa_compile.sequence import SequenceShard
+    from fasa_compile.sequence_cache import SequenceShardedCache
     from fasa_compile.static_cache import FasaStaticCache
 
 __version__ = "0.1.0"
@@ -41,6 +43,8 @@ _LAZY = {
     "FCProfile": "fasa_compile.profiles.schema",
     "load_profile": "fasa_compile.profiles.files",
     "Report": "fasa_compile.report",
+    "SequenceShard": "fasa_compile.sequence",
+    "SequenceShardedCache": "fasa_compile.sequence_cache",
 }
 
 __all__ = [
@@ -56,6 +60,8 @@ __all__ = [
     "OffloadError",
     "ProfileError",
     "Report",
+    "SequenceShard",
+    "SequenceShardedCache",
     "calibrate",
     "explain",
     "fasa_backend",

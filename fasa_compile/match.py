@@ -27,7 +27,7 @@ from fasa_compile.patterns.graph import Unreadable
 from fasa_compile.patterns.movement import Points
 from fasa_compile.patterns.rope import NotProven, Turn
 from fasa_compile.patterns.tables import POSITION, Marks, Tables, is_size, mark
-from fasa_compile.sites import AttentionSite, Cache, Expr, NoMatch, Rope
+from fasa_compile.sites import AttentionSite, Cache, Expr, NoMatch, Rope, Shard
 
 
 def match(shadow: Shadow, *, prove: bool = True, no_rope: bool = False) -> list[AttentionSite | NoMatch]:
@@ -136,6 +136,8 @@ class _Reader:
         b, hq, t, d = layout.size_of(found.q)
         length, dv = layout.size_of(found.k)[2], layout.size_of(found.v)[3]
         found = self._regrouped(found, (b, hq, length, d))
+        found, shard = self._own_part(found, (b, hq, length, d, dv), trace)
+        length = layout.size_of(found.k)[2]
         keys = self._keys(found, (b, hq, length, d), trace)
         cached = keys.write is not None and length != t
         proven = self._embedding(found, keys, t, trace) if self.prove or not cached else Rope((), d)
@@ -176,6 +178,7 @@ class _Reader:
             sinks=sinks,
             output_steps=found.output_steps,
             notes=found.notes,
+            shard=shard,
         )
 
     def _output(self, node: fx.Node) -> str:
@@ -212,6 +215,40 @@ class _Reader:
         q, k, v = (layout.symbolic_size(e) for e in (found.q, found.k, found.v))
         heads = k[1] * found.repeat // group if isinstance(k[1], int) else k[1]
         return (q[0], q[1], heads, q[2], k[2], q[3], v[3])
+
+    def _own_part(
+        self, found: Found, size: tuple[int, int, int, int, int], trace: list[str]
+    ) -> tuple[Found, Shard | None]:
+        """Where keys and values are gathered from several processes (``fasa::gather_sequence``): the attention with what this process
+        holds in their place, for the rest to be read as if that were all, and which part of the tokens it is.
+
+        Raises ``Refused`` where something else than views stands between the gathered values and the attention.
+        """
+        b, hq, length, d, dv = size
+        chain, canonical = self._walk(found.k, (b, hq, length, d), found.repeat)
+        if graph.name(chain.end) != GATHER:
+            return found, None
+        group = layout.group_of(chain, canonical, hq)
+        own: list[Expr] = []
+        parts: list[tuple[Any, ...]] = []
+        for expr, width in ((found.k, d), (found.v, dv)):
+            whole = (b, hq, length, width)
+            chain, canonical = self._walk(expr, whole, found.repeat)
+            plain = layout.solve(chain.end, chain.points[-1], canonical, whole, group, _symbolic(expr)) == ()
+            if graph.name(chain.end) != GATHER or not plain:
+                raise Refused(
+                    "unknown-cache-write",
+                    f"expected the gathered [B, Hkv, L, D] of every process, found {self._line(chain.end)}",
+                )
+            trace.append(f"gathered: {self._line(chain.end)}")
+            local, *part = graph.args(chain.end)
+            own.append(Expr(local))
+            parts.append(tuple(part))
+        if parts[0] != parts[1]:
+            raise Refused(
+                "unknown-cache-write", f"keys and values are shared out in different ways: {parts[0]}, {parts[1]}"
+            )
+        return dataclasses.replace(found, k=own[0], v=own[1], repeat=group), Shard(*parts[0])
 
     # ---- keys and values ------------------------------------------------------------------------------------------
 
@@ -514,6 +551,9 @@ def _twins(gm: fx.GraphModule) -> dict[fx.Node, tuple[fx.Node, ...]]:
 def _symbolic(expr: Expr) -> frozenset[int]:
     return frozenset(i for i, s in enumerate(layout.symbolic_size(expr)) if not isinstance(s, int))
 
+
+#: The operator that gathers a KV cache from several processes (``sequence.py``).
+GATHER = "fasa.gather_sequence"
 
 #: What Dynamo puts before the path of a module: ``L['self']``, ``L['args'][0]``, ``G['model']``.
 _ROOT = re.compile(r"^[LG]\['\w+'\](\[\d+\])?")

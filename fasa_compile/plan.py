@@ -317,8 +317,9 @@ def _decide(
         return _exact(decision, "profile-dense")
     # The model's budget counts too: one that holds the whole cache means dense, whatever share of it the layer has.
     holds = max(budget.n_fac, policy.budget_for(None).n_fac)
-    if isinstance(L, int) and holds >= L:
-        return _exact(decision, "within-budget", f"{L} tokens of cache, n_fac {holds}")
+    held = L if site.shard is None else site.shard.length
+    if isinstance(held, int) and holds >= held:
+        return _exact(decision, "within-budget", f"{held} tokens of cache, n_fac {holds}")
     # Reading K and V across PCIe in full never pays.
     least = policy.dense_below if policy.dense_below is not None else None if hosted else cost.break_even
     if layer is not None and least is not None and all(isinstance(n, int) for n in site.shape) and least > L:
@@ -332,11 +333,12 @@ def _shares_nothing(site: AttentionSite) -> bool:
 
 
 def _exact(decision: Decision, reason: str, detail: str = "", *, always: bool = False) -> Decision:
-    """The decision as exact attention: by the dense kernel on a GPU (``always``: anywhere), unless that gains nothing."""
+    """The decision as exact attention: by the dense kernel on a GPU (``always``: anywhere), unless that gains nothing. Where tokens lie
+    on several processes it always gains: the model's own attention gathers them all."""
     site = decision.site
     assert isinstance(site, AttentionSite)
     dense = _dense(decision, reason, detail)
-    if always:
+    if always or site.shard is not None:
         return replace(dense, action="dense-kernel")
     if not on_gpu(site):
         return dense

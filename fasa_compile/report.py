@@ -93,6 +93,8 @@ def _row(graph: int, decision: Decision) -> Row:
     if abs(site.rope.magnitude - 1.0) > 1e-3:
         rope += f" x{site.rope.magnitude:.3g}"
     cache = site.cache.kind + (f" ({site.cache.write})" if site.cache.write else "")
+    if site.shard is not None:
+        cache += f", over {site.shard.ranks} processes"
     chosen = decision.profile.fcs.tolist() if decision.profile is not None else []
     return Row(
         rope=rope,

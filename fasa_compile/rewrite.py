@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -21,8 +21,8 @@ from torch._dynamo.source import ConstantSource
 
 from fasa_compile.capture import Shadow, may_write
 from fasa_compile.plan import Decision, Plan
-from fasa_compile.sites import AttentionSite, Expr
-from fasa_compile.triton_kernels import ops, reference
+from fasa_compile.sites import AttentionSite, Expr, Shard
+from fasa_compile.triton_kernels import ops, reference, sharded_decode
 from fasa_compile.triton_kernels.formats import fc_cache_spec
 from fasa_compile.triton_kernels.hot_slots import hot_spec
 
@@ -209,7 +209,8 @@ def _extra_inputs(shadow: Shadow, decision: Decision, audit: bool) -> list[Extra
     state = (*fc_cache_spec(B, Hkv, L, width, decision.fc_format), ops.sparse_decode_state(B, Hkv))
     for role, (shape, dtype) in zip(("data", "meta", "hint"), state, strict=True):
         if role == "hint":
-            wanted = uses_kernels(key.device) and (decision.state == "packed" or all(isinstance(n, int) for n in shape))
+            remembers = decision.state == "packed" or all(isinstance(n, int) for n in shape)
+            wanted = uses_kernels(key.device) and remembers and site.shard is None
         else:
             wanted = decision.state == "packed"
         if wanted:
@@ -219,7 +220,13 @@ def _extra_inputs(shadow: Shadow, decision: Decision, audit: bool) -> list[Extra
             extra.append(constant(role, shape, dtype))
     sizes = site.q.node.meta["val"].shape
     biased = not site.rope.pairs and site.mask_kind == "additive"  # the audit sees no bias by distance
-    if audit and not biased and decision.state == "packed" and all(isinstance(n, int) for n in sizes):
+    if (
+        audit
+        and not biased
+        and site.shard is None
+        and decision.state == "packed"
+        and all(isinstance(n, int) for n in sizes)
+    ):
         extra.append(constant("audit_q", (B, Hq, 1, D), torch.float32))
         if site.mask is not None:
             extra.append(constant("audit_bounds", (B, 2), torch.int32))
@@ -230,7 +237,7 @@ def _emit_site(emit: Emitter, decision: Decision, inputs: dict[str, fx.Node], bo
     site, budget, layer = decision.site, decision.budget, decision.profile
     assert isinstance(site, AttentionSite)
     at = site.output
-    kernels = _Kernels(emit, at, gpu=uses_kernels(site.k.node.meta["val"].device))
+    kernels = _Kernels(emit, at, site.shard, gpu=uses_kernels(site.k.node.meta["val"].device))
     q = emit.expr(site.q, at)
     k = emit.expr(site.k, at)
     v = emit.expr(site.v, at)
@@ -240,7 +247,8 @@ def _emit_site(emit: Emitter, decision: Decision, inputs: dict[str, fx.Node], bo
     if mask is not None:
         seen = (site.mask, str(site.shape[4]))  # by its name: a symbolic length has no hash
         if seen not in bounds:
-            bounds[seen] = kernels.mask_bounds(mask, emit.length(k, site.shape[4], at))
+            length = emit.length(k, site.shape[4], at) if site.shard is None else site.shard.length
+            bounds[seen] = kernels.mask_bounds(mask, length)
         limits = bounds[seen]
     if decision.action == "dense-kernel":
         arguments = (q, k, v, mask, limits)
@@ -285,10 +293,11 @@ def _replace(emit: Emitter, site: AttentionSite, result: fx.Node) -> None:
 
 
 class _Kernels:
-    """Emits calls of the kernels: custom operators on a GPU; elsewhere the reference, for the inner compiler to trace."""
+    """Emits calls of the kernels: custom operators on a GPU; elsewhere the reference, for the inner compiler to trace. Attention to
+    tokens on several processes is plain torch and functional collectives, traced, on a GPU too."""
 
-    def __init__(self, emit: Emitter, at: str, *, gpu: bool) -> None:
-        self.emit, self.at, self.gpu = emit, at, gpu
+    def __init__(self, emit: Emitter, at: str, shard: Shard | None, *, gpu: bool) -> None:
+        self.emit, self.at, self.shard, self.gpu = emit, at, shard, gpu
 
     def pack(self, k: fx.Node, profile: tuple[Any, ...], fmt: str) -> tuple[fx.Node, fx.Node]:
         if self.gpu:
@@ -311,16 +320,24 @@ class _Kernels:
         hot: tuple[fx.Node, ...],
         **how: Any,
     ) -> fx.Node:
-        if self.gpu:
+        if self.gpu and self.shard is None:
             return self._op("sparse_decode", (*arguments, slots, hint, *hot), **how, version=ops.KERNEL_VERSION)
         if slots is not None:
             _, k, _, data, meta, dims, centre, spread, *_ = arguments
-            self.emit.call(self.at, reference.pack_rows_, (data, meta, k, slots, dims, centre, spread, how["fmt"]))
+            written = (data, meta, k, slots, dims, centre, spread, how["fmt"])
+            if self.gpu:
+                self._op("pack_rows_", (*written, ops.KERNEL_VERSION))
+            else:
+                self.emit.call(self.at, reference.pack_rows_, written)
+        if self.shard is not None:
+            return self.emit.call(self.at, sharded_decode.sparse_decode, arguments, **how, **asdict(self.shard))
         if hot:
             how |= {"hot": hot, "written": slots}
         return self.emit.call(self.at, reference.sparse_decode, arguments, **how)
 
     def dense_decode(self, arguments: tuple[Any, ...], **how: Any) -> fx.Node:
+        if self.shard is not None:
+            return self.emit.call(self.at, sharded_decode.dense_decode, arguments, **how, **asdict(self.shard))
         if self.gpu:
             return self._op("dense_decode", arguments, **how, version=ops.KERNEL_VERSION)
         return self.emit.call(self.at, reference.dense_decode, arguments, **how)

@@ -1,7 +1,8 @@
-"""Tensor parallelism: which of a model's heads this process has, and whether all processes decided alike.
+"""Several processes: which of a model's heads this one has (tensor parallelism), and whether all of them decided alike.
 
-Nothing is communicated in a step: selection is local to a KV head, and each process has whole KV heads. What is exchanged, once per
-graph and over the process group's key-value store, is what each process is about to do.
+Tensor parallelism communicates nothing in a step: selection is local to a KV head, and each process has whole KV heads. What is
+exchanged, once per graph and over the process group's key-value store, is what each process is about to do; likewise by processes that
+share out a KV cache's tokens (``sequence.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import fx
 from fasa_compile.capture import Shadow
 from fasa_compile.errors import FasaError
 from fasa_compile.profiles.schema import FCProfile, LayerProfile
-from fasa_compile.sites import AttentionSite, NoMatch
+from fasa_compile.sites import AttentionSite, NoMatch, Shard
 
 if TYPE_CHECKING:
     from fasa_compile.plan import Plan, Policy
@@ -41,7 +42,7 @@ class Share:
 
 
 class Disagreement(FasaError):
-    """A process of a tensor-parallel group is about to run something else than the others, or has not come."""
+    """A process of a group is about to run something else than the others, or has not come."""
 
 
 def _is_dtensor(value: Any) -> bool:
@@ -54,7 +55,9 @@ def _is_dtensor(value: Any) -> bool:
 
 def communicates(shadow: Shadow) -> bool:
     """Whether running the graph takes other processes: it is sharded, or has collectives of its own."""
-    return any(map(_is_dtensor, shadow.example_inputs)) or any("c10d" in str(n.target) for n in shadow.gm.graph.nodes)
+    return any(map(_is_dtensor, shadow.example_inputs)) or any(
+        "c10d" in str(n.target) or "gather_sequence" in str(n.target) for n in shadow.gm.graph.nodes
+    )
 
 
 def _weight_below(node: fx.Node, examples: Mapping[fx.Node, Any]) -> Any:
@@ -146,16 +149,23 @@ def _version(package: str) -> str:
         return "none"
 
 
+def _parts(shard: Shard | None) -> str:
+    return "" if shard is None else f" {shard.ranks} x {shard.rows} tokens"
+
+
+def software() -> dict[str, str]:
+    """The versions that must be the same on every process."""
+    return {"fasa_compile": _version("fasa-compile"), "torch": torch.__version__, "triton": _version("triton")}
+
+
 def _account(planned: Plan, policy: Policy) -> dict[str, Any]:
     """What this process is about to run, in the parts that must be the same everywhere."""
     sites = [
         f"{d.site.layer}: {d.action} {d.reason} {d.fc_format} {d.budget} {getattr(d.site, 'shape', ())}"
+        f"{_parts(getattr(d.site, 'shard', None))}"
         for d in planned.decisions
     ]
-    return {
-        "fasa_compile": _version("fasa-compile"),
-        "torch": torch.__version__,
-        "triton": _version("triton"),
+    return software() | {
         "profile": _profile_digest(policy.profile),
         "budget": repr(policy.budget_for(None)),
         "dense_below": policy.dense_below,
@@ -163,33 +173,49 @@ def _account(planned: Plan, policy: Policy) -> dict[str, Any]:
     }
 
 
-_met: Counter[tuple[int, ...]] = Counter()  # graphs compiled so far, by group of ranks
+_met: Counter[tuple[int, ...]] = Counter()  # meetings so far, by group of ranks
 
 
 def agree(planned: Plan, policy: Policy, shares: Iterable[Share]) -> None:
-    """Compare what the processes that share these heads are about to run. Raises ``Disagreement`` with the rank and what differs, or the
-    ranks that did not come within ``PATIENCE``."""
-    for share in sorted(set(shares), key=lambda s: s.ranks):
-        _met[share.ranks] += 1
-        store = dist.distributed_c10d._get_default_store()
-        stem = f"fasa_compile/{'-'.join(map(str, share.ranks))}/{_met[share.ranks]}"
-        mine = _account(planned, policy)
-        store.set(f"{stem}/{share.ranks[share.index]}", json.dumps(mine))
-        for rank in share.ranks:
-            try:
-                store.wait([f"{stem}/{rank}"], PATIENCE)
-            except RuntimeError as error:  # what the kinds of store raise has no closer ancestor
+    """Compare what the processes that share these heads, or a KV cache's tokens, are about to run. Raises ``Disagreement``."""
+    shards = {d.site.shard for d in planned.decisions if isinstance(d.site, AttentionSite) and d.site.shard is not None}
+    groups = {(share.ranks, share.index, "tensor-parallel") for share in shares}
+    groups |= {(ranks_of(shard.group), shard.rank, "sequence") for shard in shards}
+    for ranks, index, kind in sorted(groups):
+        meet(ranks, index, kind, "a graph", _account(planned, policy))
+
+
+def ranks_of(group: str) -> tuple[int, ...]:
+    """The global ranks of the process group of that name."""
+    return tuple(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group)))  # type: ignore[arg-type]
+
+
+def meet(ranks: tuple[int, ...], index: int, kind: str, what: str, account: Mapping[str, Any]) -> None:
+    """Compare ``account``, in JSON, with that of all ``ranks``, of which this process is the ``index``-th. Each calls it as often.
+
+    ``kind`` of group and ``what`` they compile or make are for the message. Raises ``Disagreement`` with the rank and what differs, or
+    the rank that did not come within ``PATIENCE``.
+    """
+    _met[ranks] += 1
+    store = dist.distributed_c10d._get_default_store()
+    stem = f"fasa_compile/{'-'.join(map(str, ranks))}/{_met[ranks]}"
+    mine = {"compiles or makes": what, **account}
+    store.set(f"{stem}/{ranks[index]}", json.dumps(mine))
+    for rank in ranks:
+        try:
+            store.wait([f"{stem}/{rank}"], PATIENCE)
+        except RuntimeError as error:  # what the kinds of store raise has no closer ancestor
+            raise Disagreement(
+                f"rank {rank} has not come to make {what} (meeting {_met[ranks]}) of the {kind} group {list(ranks)} within "
+                f"{PATIENCE.total_seconds():.0f} s: it was lost, or does not run the model as the others do"
+            ) from error
+        theirs = json.loads(store.get(f"{stem}/{rank}"))
+        for name, value in mine.items():
+            if theirs.get(name) != value:
                 raise Disagreement(
-                    f"rank {rank} has not compiled graph {_met[share.ranks]} of the tensor-parallel group {list(share.ranks)} within "
-                    f"{PATIENCE.total_seconds():.0f} s: it was lost, or does not run the model as the others do"
-                ) from error
-            theirs = json.loads(store.get(f"{stem}/{rank}"))
-            for name, value in mine.items():
-                if theirs[name] != value:
-                    raise Disagreement(
-                        f"rank {rank} and rank {share.ranks[share.index]} of a tensor-parallel group differ in {name}: "
-                        f"{_difference(theirs[name], value)}. Give every rank the same profile, options and package versions"
-                    )
+                    f"rank {rank} and rank {ranks[index]} of a {kind} group differ in {name}: "
+                    f"{_difference(theirs.get(name), value)}. Give every rank the same profile, options and package versions"
+                )
 
 
 def _difference(theirs: Any, mine: Any) -> str:

@@ -90,12 +90,29 @@ class Cache:
 
 
 @dataclass(frozen=True)
+class Shard:
+    """One process's part of a KV cache whose tokens lie on several: ``[rank * rows, (rank + 1) * rows)`` of ``length``. ``group`` is the
+    name of their process group."""
+
+    rows: int
+    rank: int
+    ranks: int
+    group: str
+
+    @property
+    def length(self) -> int:
+        """L, of all processes together."""
+        return self.ranks * self.rows
+
+
+@dataclass(frozen=True)
 class AttentionSite:
     """One softmax attention whose queries and keys carry a proven RoPE, or none where that was allowed.
 
     Canonical layouts: ``q [B, Hq, T, D]`` (query head h reads KV head h // G), ``k [B, Hkv, L, D]``, ``v [B, Hkv, L, Dv]``,
     ``mask`` broadcastable to ``[B, Hq, T, L]``, ``sinks [Hq]``. ``output`` is the name of the Dynamo node whose value is the
-    attention's result and ``output_steps`` lead from the canonical ``[B, Hq, T, Dv]`` to that node's layout and dtype.
+    attention's result and ``output_steps`` lead from the canonical ``[B, Hq, T, Dv]`` to that node's layout and dtype. Where tokens lie
+    on several processes (``shard``), k and v are this one's buffers and L their rows; the mask is that of all tokens.
     """
 
     index: int  # order among the graph's attention nodes, matched or not
@@ -117,6 +134,7 @@ class AttentionSite:
     sinks: Expr | None = None  # learned logits that join the softmax's denominator
     output_steps: tuple[tuple[OpOverload, tuple[Any, ...]], ...] = ()
     notes: tuple[str, ...] = ()
+    shard: Shard | None = None
 
 
 @dataclass(frozen=True)

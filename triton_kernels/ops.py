@@ -9,6 +9,7 @@ same names; what is added here:
   ``pack_rows_`` would. It also takes ``hint``, per-site state for speed (``sparse_decode_state``): what it holds afterwards
   tells the next step where to look for its threshold. And ``hot``, ``tags`` and ``ledger`` (``hot_slots``), for K and V that lie in
   host memory: all three or none.
+- ``gather_sequence`` stands in a model's graph where it reads a KV cache whose tokens lie on several processes.
 
 On CPU exactly ``min(n_fac, valid)`` tokens are attended to. On CUDA these, whatever ``hint`` holds, and the few that rank so
 close below them that telling them apart would cost a search: a fiftieth of ``n_fac`` on average, never more than an eighth.
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import reference
+from . import reference, sharded_decode
 from .formats import fc_cache_spec
 
 #: Raise it with every change of what a kernel computes or of how it is called.
@@ -58,6 +59,7 @@ _LIBRARY.define(
     "int version) -> Tensor",
     tags=_ANY_STRIDES,
 )
+_LIBRARY.define("gather_sequence(Tensor own, int rows, int rank, int ranks, str group) -> Tensor")
 
 
 def sparse_decode_state(B: Any, Hkv: Any) -> tuple[tuple[Any, ...], torch.dtype]:
@@ -173,6 +175,7 @@ for _name, _cpu, _cuda in (
     ("mask_bounds", _mask_bounds, _mask_bounds_cuda),
     ("sparse_decode", _sparse_decode, _sparse_decode_cuda),
     ("dense_decode", _dense_decode, _dense_decode_cuda),
+    ("gather_sequence", sharded_decode.gather_sequence, sharded_decode.gather_sequence),
 ):
     _LIBRARY.impl(_name, _cpu, "CPU")
     _LIBRARY.impl(_name, _cuda, "CUDA")
@@ -202,3 +205,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, *args: Any, **how: Any) -> Tensor:
 @torch.library.register_fake("fasa::dense_decode", lib=_LIBRARY)
 def _(q: Tensor, k: Tensor, v: Tensor, *args: Any, **how: Any) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[1], 1, v.shape[3]))
+
+
+@torch.library.register_fake("fasa::gather_sequence", lib=_LIBRARY)
+def _(own: Tensor, rows: int, rank: int, ranks: int, group: str) -> Tensor:
+    return own.new_empty((*own.shape[:2], ranks * rows, own.shape[3]))

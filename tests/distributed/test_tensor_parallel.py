@@ -106,7 +106,7 @@ def test_a_step_that_fails_is_an_error_where_other_ranks_take_part(two: Found) -
 
 def test_a_rank_that_never_comes_is_named_in_bounded_time(two: Found) -> None:
     found = two["lost"][0]
-    assert found["error"] and "rank 1 has not compiled graph" in found["says"] and "within 2 s" in found["says"]
+    assert found["error"] and "rank 1 has not come to make a graph" in found["says"] and "within 2 s" in found["says"]
 
 
 def test_the_example_runs() -> None:
