@@ -187,7 +187,7 @@ def agree(planned: Plan, policy: Policy, shares: Iterable[Share]) -> None:
 
 def ranks_of(group: str) -> tuple[int, ...]:
     """The global ranks of the process group of that name."""
-    return tuple(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group)))  # type: ignore[arg-type]
+    return tuple(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group)))  # type: ignore[attr-defined, arg-type]
 
 
 def meet(ranks: tuple[int, ...], index: int, kind: str, what: str, account: Mapping[str, Any]) -> None:

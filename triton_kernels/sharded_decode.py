@@ -93,7 +93,8 @@ def sparse_decode(
     s = reference.scores(qg, k, data, meta, dims, spread, bias, scale, softcap, fmt)  # [B, Hkv, G, rows]
     if reduction == "softmax_sum":
         own = reference.guarded_logsumexp(reference.allowed_scores(s, allowed), -1)
-        level, reduction = reference.guarded_logsumexp(all_gather(own, ranks, group), 0)[0], "static"
+        level: Tensor | None = reference.guarded_logsumexp(all_gather(own, ranks, group), 0)[0]
+        reduction = "static"
     else:
         level = reference.levels(qg, dims, spread, norm, slopes, scale, reduction)
     key = reference.forced(reference.group_key(s, allowed, level, reduction), bounds, n_sink, n_recent)

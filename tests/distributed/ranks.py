@@ -1,13 +1,10 @@
-"""What each process of a distributed test runs: ``python ranks.py FOLDER SCENARIO``, under the environment of torchrun.
-
-Writes ``FOLDER/SCENARIO-RANK.json``. The processes make the same models from the same seeds, so each can compare what it computed in
-parallel with what the whole model computes alone.
+"""What each process of the tests of tensor parallelism runs (``launching.py``). The processes make the same models from the same seeds, so
+each can compare what it computed in parallel with what the whole model computes alone.
 """
 
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -23,9 +20,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
+sys.path.insert(0, str(Path(__file__).parent))
+from launching import collectives, run
 from models import SHARPEN, backend, cache_for, decode, difference, half_split, llama_profile, profile_of, tiny_llama
 
 import fasa_compile.sharding
+from fasa_compile import SequenceShard
 
 RANK, WORLD, DEVICE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ.get("FASA_TEST_DEVICE", "cpu")
 IDS = torch.randint(0, 512, (2, 90), generator=torch.Generator().manual_seed(1))
@@ -43,17 +43,6 @@ def told(made: Any, whole: Tensor, parallel: Tensor) -> dict[str, Any]:
         "fcs": [d.profile.fcs.tolist() for d in decisions if d.profile is not None],
         "norm": [d.profile.norm.tolist() for d in decisions if d.profile is not None],
     }
-
-
-def collectives(run: Callable[[], Any]) -> int:
-    """How often a call communicates, as PyTorch's profiler sees it."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
-        run()
-    return sum(
-        e.count
-        for e in seen.key_averages()
-        if e.key.startswith(("c10d::", "_c10d_functional::all_", "_c10d_functional::reduce"))
-    )
 
 
 def transformers_model(folder: Path) -> Any:
@@ -101,6 +90,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(256, width, bias=False)
         self.length, self.mine = length, slice(RANK * 2 // WORLD, RANK * 2 // WORLD + 1) if kv_whole else slice(None)
         self.cache: tuple[Tensor, Tensor] | None = None
+        self.shard: SequenceShard | None = None  # of its tokens, where these lie on several processes
 
     def forward(self, x: Tensor, pos: Tensor, table: Tensor, mask: Tensor) -> Tensor:
         B, T, _ = x.shape
@@ -109,10 +99,13 @@ class Attention(nn.Module):
         q, k = (t * cos + torch.cat([-t[..., 16:], t[..., :16]], -1) * sin for t in (q, k))
         k, v = k[:, self.mine], v[:, self.mine]
         if self.cache is None:
-            self.cache = tuple(x.new_zeros(B, k.shape[1], self.length, 32) for _ in range(2))
+            rows = self.length if self.shard is None else self.shard.rows + 1
+            self.cache = tuple(x.new_zeros(B, k.shape[1], rows, 32) for _ in range(2))
+        slots = pos if self.shard is None else self.shard.slots(pos)
         for kept, new in zip(self.cache, (k, v), strict=True):
-            kept.index_copy_(2, pos, new)
-        y = F.scaled_dot_product_attention(q, *self.cache, attn_mask=mask, enable_gqa=True)
+            kept.index_copy_(2, slots, new)
+        keys, values = self.cache if self.shard is None else map(self.shard.gather, self.cache)
+        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
         return self.out(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -147,8 +140,8 @@ def run_own(model: Own, made: Any) -> Tensor:
     return torch.stack([step(ids[:, i : i + 1].clone(), torch.tensor([i], device=DEVICE))[:, -1] for i in steps], 1)
 
 
-def own_profile(**budget: int) -> Any:
-    return profile_of([(f"blocks.{i}", 8, 2, 32, half_split(32)) for i in range(2)], 8, **budget)
+def own_profile(**how: Any) -> Any:
+    return profile_of([(f"blocks.{i}", 8, 2, 32, half_split(32)) for i in range(2)], 8, **how)
 
 
 def split_groups(model: Own) -> tuple[Own, Any]:
@@ -248,17 +241,5 @@ def lost(folder: Path) -> dict[str, Any]:
     return _refused(backend(own_profile(), inner=INNER))
 
 
-def main() -> None:
-    folder, names = Path(sys.argv[1]), sys.argv[2:]
-    if DEVICE == "cuda":
-        torch.cuda.set_device(RANK)
-    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", timeout=datetime.timedelta(seconds=120))
-    for name in names:
-        found = globals()[name](folder)
-        (folder / f"{name}-{RANK}.json").write_text(json.dumps(found))
-        dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run(globals())

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,49 +13,32 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from launching import Found, launch
+
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")]
 RANKS = Path(__file__).with_name("ranks.py")
-Found = dict[str, list[dict[str, Any]]]
-
-
-def launch(folder: Path, world: int, *scenarios: str, device: str = "cpu", limit: int = 240) -> Found:
-    """Runs the scenarios in ``world`` processes; what each rank wrote, by scenario."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    given = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    processes = []
-    for rank in range(world):
-        env = os.environ | {k: str(v) for k, v in given.items()} | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-P", str(RANKS), str(folder), *scenarios],
-                env=env | {"FASA_TEST_DEVICE": device, "TOKENIZERS_PARALLELISM": "false"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    try:
-        said = [p.communicate(timeout=limit)[0] for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-    for rank, p in enumerate(processes):
-        assert p.returncode == 0, f"rank {rank} of {world}:\n{said[rank][-4000:]}"
-    return {s: [json.loads((folder / f"{s}-{r}.json").read_text()) for r in range(world)] for s in scenarios}
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return launch(
-        tmp_path_factory.mktemp("two"), 2, "llama", "own", "other_profile", "other_constants", "failing_step", "lost"
+        RANKS,
+        tmp_path_factory.mktemp("two"),
+        2,
+        "llama",
+        "own",
+        "other_profile",
+        "other_constants",
+        "failing_step",
+        "lost",
     )
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return launch(tmp_path_factory.mktemp("four"), 4, "replicated")
+    return launch(RANKS, tmp_path_factory.mktemp("four"), 4, "replicated")
 
 
 @pytest.mark.parametrize("budget", ["covering", "small"])

@@ -1,0 +1,337 @@
+"""Decoding on several GPUs: a model's heads over processes, and a long cache's tokens over processes.
+
+    torchrun --nproc_per_node 2 benchmarks/distributed.py --out distributed.json
+
+``heads``: a whole step of Llama-3.1-8B's geometry with random weights, its static cache full of random keys and values, 4 x 64k tokens: the
+sparse step on one GPU, and sharded by heads the sparse step and one whose attention is SDPA's flash kernel over the whole cache (the best
+that dense attention has). All compiled by Inductor, with CUDA graphs on a GPU; logits of one step are compared.
+``tokens``: the attention of one layer over 1 x 256k tokens: sparse and dense on one GPU, and with the tokens over all processes.
+
+Times are medians of steps that all processes begin together; of the processes the slowest counts. ``--tiny`` runs all of it with small
+sizes, on CPUs with gloo where there is no GPU: for a look at whether it works, not for its times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from decode import GEOMETRY, flash_attention, rewind
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import fasa_compile
+from fasa_compile import SequenceShard, fasa_backend
+from fasa_compile.profiles import Budget, FCProfile, LayerProfile, ModelFacts, RopeFacts
+from fasa_compile.triton_kernels import ops, reference, sharded_decode
+
+#: What is asked of two H100 of one host (ratios of times).
+TARGETS = {
+    "heads: sparse over one process's": 0.70,
+    "heads: sparse over dense": 0.60,
+    "tokens: sparse over one process's": 0.60,
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    layers: int
+    batch: int
+    length: int  # of the cache of ``heads``
+    context: int  # of ``tokens``
+    n_fac: int
+    steps: int
+    geometry: dict[str, Any]
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Hq, Hkv, D."""
+        hidden, heads = self.geometry["hidden_size"], self.geometry["num_attention_heads"]
+        return heads, self.geometry["num_key_value_heads"], hidden // heads
+
+
+FULL = Sizes(32, 4, 65536, 262144, 1024, 30, GEOMETRY)
+TINY = Sizes(
+    1,
+    2,
+    256,
+    512,
+    32,
+    3,
+    dict(
+        hidden_size=256,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        intermediate_size=256,
+        vocab_size=256,
+        max_position_embeddings=1024,
+    ),
+)
+
+
+def timed(device: torch.device, calls: list[Callable[[], Any]], steps: int, group: Any = None) -> float:
+    """Microseconds of a call of the slowest process of ``group``: the median of ``steps``, the calls in turn, after three."""
+    times = []
+    for i in range(steps + 3):
+        if group is not None:
+            dist.barrier(group)
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            begin.record()
+            calls[i % len(calls)]()
+            end.record()
+            end.synchronize()
+            times.append(1e3 * begin.elapsed_time(end))
+        else:
+            began = time.perf_counter()
+            calls[i % len(calls)]()
+            times.append(1e6 * (time.perf_counter() - began))
+    median = torch.tensor(statistics.median(times[3:]), device=device)
+    if group is not None:
+        dist.all_reduce(median, dist.ReduceOp.MAX, group)
+    return median.item()
+
+
+# --- heads --------------------------------------------------------------------------------------------------------------
+
+
+def build(sizes: Sizes, device: torch.device) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    try:
+        with device:
+            return LlamaForCausalLM(LlamaConfig(num_hidden_layers=sizes.layers, **sizes.geometry)).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def shard_heads(model: Any, device: torch.device) -> Any:
+    """The model's attentions and MLPs over all processes."""
+    plan = {f"model.layers.*.self_attn.{p}_proj": ColwiseParallel() for p in "qkv"}
+    plan |= {f"model.layers.*.mlp.{p}_proj": ColwiseParallel() for p in ("gate", "up")}
+    plan |= {"model.layers.*.self_attn.o_proj": RowwiseParallel(), "model.layers.*.mlp.down_proj": RowwiseParallel()}
+    return parallelize_module(model, init_device_mesh(device.type, (dist.get_world_size(),)), plan)
+
+
+def filled(model: Any, sizes: Sizes, device: torch.device, share: slice) -> Any:
+    """A full static cache of random keys and values: those of the heads ``share`` of what all processes draw alike."""
+    from transformers import StaticCache
+
+    Hkv, D = sizes.heads[1:]
+    cache = StaticCache(config=model.config, max_cache_len=sizes.length)
+    g = torch.Generator(device).manual_seed(1)
+    for layer in cache.layers:
+        whole = torch.empty((sizes.batch, Hkv, sizes.length, D), device=device, dtype=model.dtype)
+        empty = whole[:, share, :1]
+        layer.lazy_initialization(empty, empty)
+        for kept in (layer.keys, layer.values):
+            kept.copy_(whole.normal_(generator=g)[:, share])
+    return cache
+
+
+@torch.no_grad()
+def step_time(
+    model: Any, kind: str, sizes: Sizes, device: torch.device, share: slice, group: Any
+) -> tuple[float, Tensor, list[str]]:
+    """Microseconds of a step, its first logits, and what became of the attention sites."""
+    torch._dynamo.reset()
+    model.set_attn_implementation("bench_grouped" if kind == "flash" else "sdpa")
+    cache, room = filled(model, sizes, device, share), sizes.steps + 8
+    rewind(cache, sizes.length - room)
+    made = None
+    if kind == "sparse":
+        made = fasa_backend(
+            random_profile(sizes),
+            n_fac=sizes.n_fac,
+            check_weights=False,
+            strict=True,
+            dense_below=0,
+            inner="inductor" if device.type == "cuda" else "eager",
+        )
+    compiler: Any = made or ("inductor" if device.type == "cuda" else "eager")
+    mode = {"mode": "reduce-overhead"} if device.type == "cuda" else {}
+    compiled = torch.compile(model, backend=compiler, dynamic=False, **mode)
+    token = torch.zeros((sizes.batch, 1), dtype=torch.long, device=device)
+    first = compiled(input_ids=token, past_key_values=cache).logits[:, -1].float().clone()
+    us = timed(device, [lambda: compiled(input_ids=token, past_key_values=cache)], sizes.steps, group)
+    return us, first, [] if made is None else [row.decision for row in made.explain().rows if row.reason != "prefill"]
+
+
+def random_profile(sizes: Sizes) -> FCProfile:
+    """Half of the frequencies in int4, the first of them: on random keys every choice is alike."""
+    Hq, Hkv, D = sizes.heads
+    pairs = tuple((i, i + D // 2) for i in range(D // 2))
+    rows = tuple(
+        LayerProfile(
+            layer=f"model.layers.{i}.self_attn",
+            num_heads=Hq,
+            num_kv_heads=Hkv,
+            head_dim=D,
+            rope=RopeFacts(D, pairs, 1.0),
+            dense=False,
+            fcs=torch.arange(D // 4, dtype=torch.int32).expand(Hkv, -1).contiguous(),
+            centre=torch.zeros(Hkv, D),
+            spread=torch.ones(Hkv, D),
+            norm=torch.zeros(Hq),
+        )
+        for i in range(sizes.layers)
+    )
+    return FCProfile(rows, Budget(), "int4", "static", "random", ModelFacts("Llama", "random", sizes.layers, {}))
+
+
+def heads(sizes: Sizes, device: torch.device) -> dict[str, Any]:
+    """Step times of one GPU and of all."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register("bench_grouped", flash_attention if device.type == "cuda" else grouped_attention)
+    AttentionMaskInterface.register("bench_grouped", lambda *args, **kwargs: None)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    row: dict[str, Any] = {"batch": sizes.batch, "length": sizes.length, "layers": sizes.layers}
+    model, alone = build(sizes, device), torch.zeros((sizes.batch, sizes.geometry["vocab_size"]), device=device)
+    if rank == 0:
+        row["one process, sparse, us"], alone, decisions = step_time(model, "sparse", sizes, device, slice(None), None)
+        row["one process, sites"] = {d: decisions.count(d) for d in decisions}
+    dist.broadcast(alone, 0)
+    model = shard_heads(model, device)
+    Hkv = sizes.heads[1]
+    share = slice(rank * Hkv // world, (rank + 1) * Hkv // world)
+    for kind in ("sparse", "flash"):
+        us, logits, decisions = step_time(model, kind, sizes, device, share, dist.group.WORLD)
+        row[f"{world} processes, {kind}, us"] = us
+        if kind == "sparse":
+            row["sites"] = {d: decisions.count(d) for d in decisions}
+            row["logits: largest difference to one process, relative"] = (
+                (logits - alone).abs().max() / alone.abs().max()
+            ).item()
+    return row
+
+
+def grouped_attention(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float | None = None, **_: Any) -> Any:
+    out = F.scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2).contiguous(), None
+
+
+# --- tokens -------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def tokens(sizes: Sizes, device: torch.device) -> dict[str, Any]:
+    """Attention times of one layer, and the largest difference of the results."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    Hq, Hkv, D = sizes.heads
+    shard = SequenceShard.of(sizes.context)
+    L, W, dtype = shard.length, D // 2, torch.bfloat16 if device.type == "cuda" else torch.float32
+    g = torch.Generator(device).manual_seed(2)
+    k, v = (torch.randn((1, Hkv, L, D), generator=g, device=device, dtype=dtype) for _ in range(2))
+    queries = [torch.randn((1, Hq, 1, D), generator=g, device=device, dtype=dtype) for _ in range(3)]
+    dims = torch.stack([torch.randperm(D, generator=g, device=device)[:W] for _ in range(Hkv)]).int()
+    constants = (dims, torch.zeros(Hkv, W, device=device), torch.ones(Hkv, W, device=device))
+    norm = torch.zeros(Hq, device=device)
+    data, meta = torch.ops.fasa.pack(k, *constants, "int4", ops.KERNEL_VERSION)
+    how = {"scale": 1 / math.sqrt(D), "softcap": 0.0, "sinks": None}
+    select = {"n_fac": sizes.n_fac, "n_sink": 4, "n_recent": 16, "fmt": "int4", "reduction": "static"}
+    shape, hint_dtype = ops.sparse_decode_state(1, Hkv)
+    hint = torch.zeros(shape, dtype=hint_dtype, device=device)
+
+    def one_sparse(q: Tensor) -> Tensor:
+        return torch.ops.fasa.sparse_decode(
+            q, k, v, data, meta, *constants, norm, None, None, None, hint, **how, **select, version=ops.KERNEL_VERSION
+        )  # fmt: skip
+
+    def one_dense(q: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION if device.type == "cuda" else SDPBackend.MATH):
+            return F.scaled_dot_product_attention(q, k, v, scale=how["scale"], enable_gqa=True)
+
+    row: dict[str, Any] = {"batch": 1, "context": L, "n_fac": sizes.n_fac}
+    if rank == 0:
+        for name, call in (("sparse", one_sparse), ("dense", one_dense)):
+            row[f"one process, {name}, us"] = timed(device, [lambda q=q, c=call: c(q) for q in queries], sizes.steps)
+    exact = {
+        "sparse": reference.sparse_decode(queries[0], k, v, data, meta, *constants, norm, **how, **select),
+        "dense": reference.dense_decode(queries[0], k, v, **how),
+    }
+    mine = slice(rank * shard.rows, (rank + 1) * shard.rows)
+    k, v, data, meta = (x[:, :, mine].contiguous() for x in (k, v, data, meta))
+
+    def all_sparse(q: Tensor) -> Tensor:
+        return sharded_decode.sparse_decode(q, k, v, data, meta, *constants, norm, **asdict(shard), **how, **select)
+
+    def all_dense(q: Tensor) -> Tensor:
+        return sharded_decode.dense_decode(q, k, v, **asdict(shard), **how)
+
+    for name, call in (("sparse", all_sparse), ("dense", all_dense)):
+        run = torch.compile(call, mode="reduce-overhead", dynamic=False) if device.type == "cuda" else call
+        found = run(queries[0]).float()
+        row[f"{name}: largest difference to the reference"] = (found - exact[name].float()).abs().max().item()
+        calls = [lambda q=q, r=run: r(q) for q in queries]
+        row[f"{world} processes, {name}, us"] = timed(device, calls, sizes.steps, dist.group.WORLD)
+    return row
+
+
+# --- the record ---------------------------------------------------------------------------------------------------------
+
+
+def ratios(record: dict[str, Any], world: int) -> dict[str, float]:
+    h, t = record["heads"], record["tokens"]
+    every = f"{world} processes"
+    return {
+        "heads: sparse over one process's": h[f"{every}, sparse, us"] / h["one process, sparse, us"],
+        "heads: sparse over dense": h[f"{every}, sparse, us"] / h[f"{every}, flash, us"],
+        "tokens: sparse over one process's": t[f"{every}, sparse, us"] / t["one process, sparse, us"],
+        "tokens: dense over one process's": t[f"{every}, dense, us"] / t["one process, dense, us"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="where the record goes, in JSON")
+    parser.add_argument("--layers", type=int, help="of the model (32)")
+    parser.add_argument("--tiny", action="store_true", help="small sizes")
+    given = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    sizes = TINY if given.tiny or not gpu else FULL
+    if given.layers:
+        sizes = replace(sizes, layers=given.layers)
+    dist.init_process_group("nccl" if gpu else "gloo", timeout=datetime.timedelta(minutes=30))
+    device = torch.device("cuda", dist.get_rank()) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    world = dist.get_world_size()
+    record: dict[str, Any] = {
+        "device": f"{world} x {torch.cuda.get_device_name() if gpu else 'CPU'}",
+        "torch": torch.__version__,
+        "fasa_compile": fasa_compile.__version__,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "heads": heads(sizes, device),
+        "tokens": tokens(sizes, device),
+    }
+    if dist.get_rank() == 0:
+        record["ratios"], record["asked for"] = ratios(record, world), TARGETS
+        text = json.dumps(record, indent=1)
+        print(text)
+        if given.out is not None:
+            given.out.write_text(text + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
