@@ -322,8 +322,9 @@ def _decide(
         return _exact(decision, "within-budget", f"{held} tokens of cache, n_fac {holds}")
     # Reading K and V across PCIe in full never pays.
     least = policy.dense_below if policy.dense_below is not None else None if hosted else cost.break_even
-    if layer is not None and least is not None and all(isinstance(n, int) for n in site.shape) and least > L:
-        return _exact(decision, "below-break-even", f"{L} tokens of cache, break-even {least}")
+    asked = held if policy.dense_below is not None else L  # a break-even is one process's
+    if layer is not None and least is not None and all(isinstance(n, int) for n in site.shape) and least > asked:
+        return _exact(decision, "below-break-even", f"{asked} tokens of cache, break-even {least}")
     return decision
 
 

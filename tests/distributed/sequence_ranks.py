@@ -24,8 +24,10 @@ from launching import collectives, run
 from models import backend, cache_for, decode, difference, llama_profile, tiny_llama
 from ranks import Own, own_profile, run_own
 
+import fasa_compile.rewrite
 import fasa_compile.sharding
 from fasa_compile import SequenceShard
+from fasa_compile.rewrite import uses_kernels
 
 RANK, WORLD, DEVICE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ.get("FASA_TEST_DEVICE", "cpu")
 INNER = os.environ.get("FASA_TEST_INNER") or ("inductor" if DEVICE == "cuda" else "eager")
@@ -144,6 +146,14 @@ def own(folder: Path) -> dict[str, Any]:
     return compared(run_own(whole, backend(own_profile(), inner=INNER)), run_own(parted, made), made)
 
 
+def operators(folder: Path) -> dict[str, Any]:
+    """As a GPU's graphs are written: masks, packing and refreshed rows by custom operators."""
+    fasa_compile.rewrite.uses_kernels = lambda device: True
+    found = own(folder)
+    fasa_compile.rewrite.uses_kernels = uses_kernels
+    return found
+
+
 def mesh(folder: Path) -> dict[str, Any]:
     """Heads over two processes and tokens over two, of four."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -178,6 +188,19 @@ def other_profile(folder: Path) -> dict[str, Any]:
     model = tiny_llama(1).to(DEVICE)
     made = backend(llama_profile(1, n_fac=24 + 8 * RANK), inner=INNER)
     return refused(lambda: logits_of(model, made, IDS, sharded(model)))
+
+
+def failing_step(folder: Path) -> dict[str, Any]:
+    """A rewritten graph that fails in its first step is not handed to the model's own: the other processes do not run that."""
+
+    def inner(gm: Any, examples: Any) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            raise RuntimeError("planted")
+
+        return run if any("fasa" in node.name for node in gm.graph.nodes) else gm.forward
+
+    model = tiny_llama(1).to(DEVICE)
+    return refused(lambda: logits_of(model, backend(llama_profile(1), inner=inner, strict=False), IDS, sharded(model)))
 
 
 def absent(folder: Path) -> dict[str, Any]:

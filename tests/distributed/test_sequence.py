@@ -18,7 +18,18 @@ from launching import Found, launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")]
 RANKS = Path(__file__).with_name("sequence_ranks.py")
-TWO = ("llama", "whole_attention", "exchanges", "other_cache", "other_profile", "too_long", "absent", "stuck", "killed")
+TWO = (
+    "llama",
+    "whole_attention",
+    "exchanges",
+    "other_cache",
+    "other_profile",
+    "failing_step",
+    "too_long",
+    "absent",
+    "stuck",
+    "killed",
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +39,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return launch(RANKS, tmp_path_factory.mktemp("four"), 4, "own", "mesh")
+    return launch(RANKS, tmp_path_factory.mktemp("four"), 4, "operators", "mesh", limit=500)
 
 
 def same(found: dict, decision: str | None = None, processes: int = 2) -> None:
@@ -66,7 +77,8 @@ def test_what_a_layers_step_exchanges(two: Found) -> None:
 
 
 def test_a_module_of_ones_own_on_four_processes(four: Found) -> None:
-    for found in four["own"]:
+    """With the custom operators that a GPU's graphs have."""
+    for found in four["operators"]:
         same(found, "sparse", 4)
 
 
@@ -82,6 +94,10 @@ def test_processes_that_would_run_different_things_are_named(two: Found, scenari
     for rank, found in enumerate(two[scenario]):
         assert f"rank {1 - rank} and rank {rank} of a sequence group differ in " in found["says"]
         assert re.search(field, found["says"]), found["says"]
+
+
+def test_a_step_that_fails_is_an_error_where_others_take_part(two: Found) -> None:
+    assert all(found["error"] and "planted" in found["says"] for found in two["failing_step"])
 
 
 def test_tokens_beyond_the_end_are_an_error_everywhere(two: Found) -> None:

@@ -1,6 +1,6 @@
 """Several processes on as many GPUs, over NCCL: what tests/distributed shows with gloo. Skipped where there is one GPU.
 
-make test-gpu PYTEST_ARGS="tests/gpu/test_distributed_gpu.py tests/gpu/test_two_gpus.py"
+make test-gpu PYTEST_ARGS="tests/gpu/test_distributed_gpus.py tests/gpu/test_two_gpus.py"
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HERE = Path(__file__).parents[1] / "distributed"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")]
 #: With tensor cores and kernels that attend to a few tokens more than asked for.
 LOOSE = 3e-2
-SEQUENCE = ("llama", "whole_attention", "exchanges", "own", "other_cache", "other_profile")
+SEQUENCE = ("llama", "whole_attention", "exchanges", "own", "other_cache", "other_profile", "failing_step")
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +77,7 @@ def test_tokens_over_two_gpus(tokens: Found) -> None:
             close(how, 1e-3)
     for found in tokens["exchanges"]:
         assert found == {"gathered": 2, "exact": 1, "static": 2, "softmax_sum": 3}
+    assert all("planted" in found["says"] for found in tokens["failing_step"])
     for name in ("other_cache", "other_profile"):
         assert all("of a sequence group differ in" in found["says"] for found in tokens[name])
 
