@@ -26,7 +26,7 @@ from . import reference
 from .formats import REDUCTIONS, check_format
 
 if dist.is_available():
-    import torch.distributed._functional_collectives  # noqa: F401  registers what traces of the collectives need
+    import torch.distributed._functional_collectives  # registers what traces of the collectives need
 
 
 def all_gather(x: Tensor, ranks: int, group: str) -> Tensor:

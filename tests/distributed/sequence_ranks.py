@@ -70,7 +70,7 @@ def sharded(model: Any, length: int = LENGTH, group: Any = None) -> Any:
 
 def llama(folder: Path) -> dict[str, Any]:
     """Sparse logits against one process's, while tokens go from one process's part to the next one's."""
-    (whole, here), found = pair(2), {}
+    (whole, here), found = pair(1), {}
     crossing = IDS[:, : LENGTH // 2 + 4]  # the eight last tokens: four before, four after the middle
     padded = torch.ones(crossing.shape, dtype=torch.int64)
     padded[1, :9] = 0
@@ -78,7 +78,7 @@ def llama(folder: Path) -> dict[str, Any]:
         ("affine", "int4", LENGTH // WORLD + 3, {}),  # more than one process has
         ("softmax_sum", "int8", 24, {"attention_mask": padded}),
     ):
-        profile = replace(llama_profile(2, fc_format=fc_format, n_fac=n_fac), reduction=reduction)
+        profile = replace(llama_profile(1, fc_format=fc_format, n_fac=n_fac), reduction=reduction)
         logits, made = [], None
         for model, cache, inner in (
             (whole, cache_for(whole, "static", LENGTH), "eager"),

@@ -348,8 +348,8 @@ add(
 add = breaks("fasa_compile/plan.py", BAD_INPUT, DENSE_MODE)
 add(
     "a budget of exactly the cache is sparse",
-    "holds >= L:",
-    "holds > L:",
+    "holds >= held:",
+    "holds > held:",
     f"{GAPS}::test_a_budget_of_exactly_the_cache_is_dense",
 )
 add(
@@ -379,8 +379,8 @@ add(
 )
 add(
     "dense_below is the other way round",
-    "for n in site.shape) and least > L:",
-    "for n in site.shape) and least < L:",
+    "for n in site.shape) and least > asked:",
+    "for n in site.shape) and least < asked:",
     f"{DENSE_MODE}::test_a_length_that_the_user_sets",
 )
 add(
@@ -810,6 +810,30 @@ add(
     "x = torch.where(x == x, x, 0.0).clamp(-info.limit, info.limit)\n    if",
     "x = x.clamp(-info.limit, info.limit)\n    if",
 )
+
+SHARDED, SEQUENCE = "kernels/test_sharded_decode.py", "match/test_sequence.py"
+add = breaks("triton_kernels/sharded_decode.py", SHARDED)
+add("a process's best are not counted from its own", "chosen < (rank + 1) * n)", "chosen < (rank + 2) * n)")
+add("every process attends to all of its best", "(torch.arange(n, device=q.device) < count) & ", "")
+add("fewer keys are sent than may be chosen", "n = min(n_fac, rows)", "n = min(-(-n_fac // ranks), rows)")
+add("bounds are those of all tokens", "bounds - first, B, Hkv, G, rows, device)", "bounds, B, Hkv, G, rows, device)")
+add("the mask is the first process's", "mask[..., first : first + rows]", "mask[..., :rows]")
+add("softmax_sum compares by a process's own", "all_gather(own, ranks, group), 0)[0]", "own[None], 0)[0]")
+add("the row that nobody reads is read", "k, v = k[:, :, :rows], v[:, :, :rows]", "k, v = k[:, :, 1:], v[:, :, 1:]")
+add("parts are merged as if all weighed the same", "weight = (lse - top).exp()", "weight = (lse > -torch.inf).float()")
+add("sinks do not join the merge", "total = total + (sink - top).exp()", "pass")
+
+add = breaks("fasa_compile/sequence.py", SEQUENCE)
+add("tokens beyond the end are lost", "torch.where(positions >= self.length, self.rows + 1, ", "(")
+add("tokens of later processes are written here", "(own >= 0) & (own < self.rows)", "own >= 0")
+
+add = breaks("fasa_compile/match.py", SEQUENCE)
+add(
+    "gathered values may be moved",
+    "if graph.name(chain.end) != GATHER or not plain:",
+    "if graph.name(chain.end) != GATHER:",
+)
+add("keys and values may be shared out apart", "if parts[0] != parts[1]:", "if False:")
 
 add = breaks("triton_kernels/hot_slots.py", "kernels/test_hot_slots.py")
 add("rows that a step wrote stay hot", "held = torch.where((held[..., None] == rows + 1).any(-1), 0, held)", "pass")
