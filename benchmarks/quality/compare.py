@@ -1,7 +1,8 @@
 """Our selection beside other methods at the same budget, on texts of different kinds: JSON with error bars, and a picture.
 
-    python benchmarks/quality/compare.py --device cuda --wikitext FILE            SmolLM2-135M, 4k tokens, budget 128
-    python benchmarks/quality/compare.py --profile FILE --n-fac 256 --passkeys 200
+    python benchmarks/quality/compare.py --device cuda --wikitext FILE            SmolLM2-135M, 4k tokens, budgets 128 and 256
+    python benchmarks/quality/compare.py --model FILE.gguf --profile NAME --n-fac 256 --passkeys 0
+    python benchmarks/quality/compare.py --merge A.json B.json --out C.json       one record of runs on the same texts
 
 Every method runs through ``one_pass.py``: the last tokens of each text are fed to the model, errors propagate through all
 layers and into later tokens, and the method chooses the keys of each query. Ours runs on the profile and the packed FC cache
@@ -54,12 +55,12 @@ class Calibrated:
         self.true: dict[str, LayerStats] = {}
         self.shifted: dict[str, LayerStats] = {}
         self.channels: dict[str, Tensor] = {}
-        known = {layer.layer: layer for layer in profile.layers if not layer.dense}
+        self.known = {layer.layer: layer for layer in profile.layers if not layer.dense}
 
         def watch(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
-            if name not in known:
+            if name not in self.known:
                 return
-            layer = known[name]
+            layer = self.known[name]
             n = len(layer.rope.pairs)
             wrong = RopeFacts(layer.head_dim, tuple((2 * i, 2 * i + 1) for i in range(n)), layer.rope.magnitude)
             for into, rope in ((self.true, layer.rope), (self.shifted, wrong)):
@@ -71,9 +72,21 @@ class Calibrated:
 
         one_pass.prefill(h, ids, watch)
 
-    def layers(self, method: str, n_tip: int, pairs: str = "true", top: int = 256) -> dict[str, LayerProfile]:
+    def layers(self, method: str, n_tip: int) -> dict[str, LayerProfile]:
+        return {name: s.layer_profile(name, n_tip, method) for name, s in self.true.items()}
+
+    def agreeing(self, pairs: str, top: int) -> dict[str, Tensor]:
+        """By layer int64 ``[Hkv, n_fc]``: FCs by contextual agreement (the paper's), best first; ``pairs`` is true or shifted."""
         stats = self.true if pairs == "true" else self.shifted
-        return {name: s.layer_profile(name, n_tip, method, top=top) for name, s in stats.items()}
+        return {name: s.rank("contextual_agreement", top=top) for name, s in stats.items()}
+
+    def with_fcs(self, ranked: dict[str, Tensor], n_tip: int, pairs: str = "true") -> dict[str, LayerProfile]:
+        """Layers with the first ``n_tip`` of ``ranked``: for sets per query head, which need no normaliser."""
+        rope = {name: (self.true if pairs == "true" else self.shifted)[name].rope for name in ranked}
+        return {
+            name: replace(self.known[name], rope=rope[name], fcs=fcs[:, :n_tip].sort(1).values.int().cpu())
+            for name, fcs in ranked.items()
+        }
 
     def random(self, n_tip: int) -> dict[str, LayerProfile]:
         generator = torch.Generator().manual_seed(0)
@@ -83,11 +96,11 @@ class Calibrated:
             fcs = torch.stack([torch.randperm(n, generator=generator)[:n_tip] for _ in range(layer.num_kv_heads)])
             return replace(layer, fcs=fcs.sort(1).values.int())
 
-        return {name: drawn(layer) for name, layer in self.layers("score_variance", n_tip).items()}
+        return {name: drawn(layer) for name, layer in self.known.items()}
 
 
 OURS = "ours"
-#: Of these, pass keys are asked for, and budgets beyond the first are evaluated.
+#: Of these, pass keys are asked for.
 SHORT = (
     "dense",
     OURS,
@@ -95,6 +108,13 @@ SHORT = (
     "oracle top-k",
     "SparQ",
     "Double Sparsity",
+)
+#: Of these, the record has the attention mass that each layer lost.
+BY_LAYER = (
+    OURS,
+    "ours, one budget for every layer",
+    "oracle top-k",
+    "oracle, one set per KV head, forced tokens",
 )
 
 
@@ -111,12 +131,11 @@ def methods(profile: FCProfile, budget: Budget, found: Calibrated) -> dict[str, 
     flat = {name: replace(x, n_fac=None) for name, x in ours.items()}
     bare = Budget(budget.n_fac, 0, 0)
     fmt, by = profile.fc_format, profile.reduction
-    agree = found.layers("contextual_agreement", n_tip, top=budget.n_fac)
+    agreeing = {pairs: found.agreeing(pairs, budget.n_fac) for pairs in ("true", "shifted")}
+    agree = found.with_fcs(agreeing["true"], n_tip)
     top = {name: c.topk(min(2 * n_tip, d), dim=-1).indices for name, c in found.channels.items()}
     bits = ts.bytes_per_token(2 * n_tip, fmt)
-    quarters = {
-        pairs: found.layers("contextual_agreement", quarter, pairs, budget.n_fac) for pairs in ("true", "shifted")
-    }
+    quarters = {pairs: found.with_fcs(ranked, quarter, pairs) for pairs, ranked in agreeing.items()}
     return {
         "dense": ts.dense(),
         OURS: ts.fasa(ours, budget, fmt, by),
@@ -204,8 +223,8 @@ def paired(difference: Tensor) -> dict[str, Any]:
 @torch.no_grad()
 def evaluate(
     h: one_pass.Harness, texts: dict[str, Tensor], last: int, compared: dict[str, ts.Method]
-) -> tuple[dict[str, Any], dict[str, dict[str, list[float]]]]:
-    """Scores by method, and the attention mass lost by layer (mean over heads and queries)."""
+) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
+    """Scores by method, and of some the attention mass lost by layer (mean over heads and queries)."""
     device = next(h.model.parameters()).device
     rows: dict[str, list[Tensor]] = {name: [] for name in compared}
     kinds: list[str] = []
@@ -243,7 +262,7 @@ def evaluate(
         }
         if OURS in rows and name != OURS:
             out[name]["less_ours"] = paired(stacked - torch.stack(rows[OURS], 1))
-    mass = {name: {layer: [total / len(kinds)] for layer, total in by_layer.items()} for name, by_layer in lost.items()}
+    mass = {name: {layer: total / len(kinds) for layer, total in lost[name].items()} for name in BY_LAYER if name in lost}
     return out, mass
 
 
@@ -307,16 +326,36 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--wikitext", type=Path, help="WikiText-2's test split as text; left out where not given")
     parser.add_argument("--profile", help="a profile's file or shipped name (default: calibrate on the shipped text)")
     parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--last", type=int, default=512)
+    parser.add_argument("--last", type=int, default=512, help="tokens to predict; 0: pass keys only")
     parser.add_argument("--each", type=int, default=2, help="stretches of each kind of text")
     parser.add_argument("--n-fac", type=int, nargs="+", default=[128, 256])
-    parser.add_argument("--methods", nargs="+", help="only these, beside dense and ours")
+    parser.add_argument("--methods", nargs="*", help="only these, beside dense and ours")
     parser.add_argument("--n-sink", type=int)
     parser.add_argument("--n-recent", type=int)
     parser.add_argument("--passkeys", type=int, default=200, help="questions at 2k and again at 4k; 0 leaves them out")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--merge", type=Path, nargs="+", help="only join the records of several runs, and write --out")
     parser.add_argument("--out", type=Path)
     return parser.parse_args(argv)
+
+
+def merged(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """One record of several runs on the same texts: their budgets, and the parts of each, together.
+
+    Raises ``ValueError`` where runs differ in anything but budgets, or measured the same thing twice.
+    """
+    whole = {**records[0], "budgets": {}}
+    for record in records:
+        other = sorted(key for key in whole if key != "budgets" and record.get(key) != whole[key])
+        if other:
+            raise ValueError(f"these records are not of one comparison: they differ in {', '.join(other)}")
+        for n_fac, entry in record["budgets"].items():
+            into = whole["budgets"].setdefault(n_fac, {})
+            twice = sorted(key for key in entry if into.get(key, entry[key]) != entry[key])
+            if twice:
+                raise ValueError(f"budget {n_fac} has been measured twice: {', '.join(twice)}")
+            into.update(entry)
+    return whole
 
 
 def clock(what: str, do: Callable[[], Any]) -> Any:
@@ -328,6 +367,10 @@ def clock(what: str, do: Callable[[], Any]) -> Any:
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
+    if args.merge:
+        records = [json.loads(path.read_text(encoding="utf-8")) for path in args.merge]
+        args.out.write_text(json.dumps(merged(records), indent=1) + "\n", encoding="utf-8")
+        return
     name, model, tokenizer = clock("load", lambda: load(args))
     calibration = corpora.begun(tokenizer, smollm2.windows(tokenizer, args.length, 1))
     texts = corpora.stretches(tokenizer, args.wikitext, args.length, args.each, args.length)
@@ -343,7 +386,6 @@ def main(argv: list[str] | None = None) -> None:
         "texts": {k: hashlib.sha256(v.numpy().tobytes()).hexdigest() for k, v in texts.items()},
         "setting": {
             "length": args.length,
-            "last": args.last,
             "each": args.each,
             "n_tip": profile.layers[-1].n_tip,
             "sparse_layers": sum(not layer.dense for layer in profile.layers),
@@ -369,19 +411,16 @@ def main(argv: list[str] | None = None) -> None:
         for n_fac in args.n_fac:
             budget = profile.budget.replace(n_fac=n_fac, **given)
             compared = clock("methods", lambda b=budget: methods(profile, b, found))
-            if args.methods or n_fac != args.n_fac[0]:
-                chosen = ("dense", OURS, *(args.methods or SHORT[2:]))
+            if args.methods is not None:
+                chosen = ("dense", OURS, *args.methods)
                 compared = {name: method for name, method in compared.items() if name in chosen}
-            scores, lost = clock("evaluate", lambda c=compared: evaluate(h, texts, args.last, c))
-            print(f"budget {n_fac}\n{table(scores)}", flush=True)
-            entry: dict[str, Any] = {
-                "n_sink": budget.n_sink,
-                "n_recent": budget.n_recent,
-                "methods": scores,
-                "lost": lost,
-            }
+            entry: dict[str, Any] = {"n_sink": budget.n_sink, "n_recent": budget.n_recent}
             record["budgets"][str(n_fac)] = entry
-            save()
+            if args.last:
+                scores, lost = clock("evaluate", lambda c=compared: evaluate(h, texts, args.last, c))
+                print(f"budget {n_fac}\n{table(scores)}", flush=True)
+                entry |= {"last": args.last, "methods": scores, "lost": lost}
+                save()
             if args.passkeys and n_fac == args.n_fac[0]:
                 few = {name: compared[name] for name in SHORT if name in compared}
                 for length in (2048, 4096):

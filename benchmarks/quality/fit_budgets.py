@@ -1,6 +1,7 @@
 """Gives every layer of a profile the share of a budget that it needs, by what the model loses where that layer alone is sparse.
 
     python benchmarks/quality/fit_budgets.py --device cuda --profile smollm2-135m-instruct-q4_1 --out FILE.safetensors
+    python benchmarks/quality/fit_budgets.py --device cuda --model FILE.gguf --out FILE.safetensors       calibrates first
 
 The last tokens of the calibration text are decoded once per layer and number of tokens, in one forward each (one_pass.py);
 the costs, KL to dense, go into a JSON record, from which ``--costs`` makes the same profile again without a model.
@@ -62,9 +63,13 @@ def fitted(profile: FCProfile, cost: dict[str, list[float]], grid: Sequence[int]
     return replace(profile, layers=layers, stats={**profile.stats, "budgets_fitted_at": mean})
 
 
+def regrouped(profile: FCProfile, reduction: str | None) -> FCProfile:
+    return replace(profile, reduction=reduction) if reduction else profile
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--profile", required=True, help="a profile's file or shipped name")
+    parser.add_argument("--profile", help="a profile's file or shipped name (default: calibrate on the same text)")
     parser.add_argument("--model", default="smollm2", help="smollm2, or the path of a GGUF file")
     parser.add_argument("--reduction", help="changes the profile's group reduction, before anything is measured")
     parser.add_argument("--length", type=int, default=4096)
@@ -76,18 +81,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--record", type=Path, help="where to write the costs")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
-    profile = fasa_compile.load_profile(args.profile)
-    if args.reduction:
-        profile = replace(profile, reduction=args.reduction)
+    if args.costs and not args.profile:
+        parser.error("--costs needs the profile that they are of")
     if args.costs:
+        profile = regrouped(fasa_compile.load_profile(args.profile), args.reduction)
         known: dict[str, Any] = json.loads(args.costs.read_text(encoding="utf-8"))
         grid, cost = known["grid"], known["cost"]
     else:
         _, model, tokenizer = compare.load(args)
-        text = corpora.begun(tokenizer, smollm2.windows(tokenizer, args.length, 1))[0].to(args.device)
-        grid = args.grid
+        text = corpora.begun(tokenizer, smollm2.windows(tokenizer, args.length, 1)).to(args.device)
+        profile = fasa_compile.load_profile(args.profile) if args.profile else fasa_compile.calibrate(model, text)
+        profile, grid = regrouped(profile, args.reduction), args.grid
         with one_pass.harness(model) as h:
-            cost = costs(h, profile, text, args.last, grid)
+            cost = costs(h, profile, text[0], args.last, grid)
     if args.record:
         device = torch.cuda.get_device_name() if args.device.startswith("cuda") else "cpu"
         setting = {"last": args.last, "length": args.length, "reduction": profile.reduction, "device": device}

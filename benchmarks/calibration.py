@@ -1,0 +1,129 @@
+"""What calibrating costs: seconds, where they go, and peak memory, beside the model's own forward over the same tokens.
+
+    python benchmarks/calibration.py --device cuda --out benchmarks/results/calibration-h100.json       SmolLM2-135M, 4096 tokens
+
+``first`` is a call in a fresh process; ``again`` the median of ``--repeats`` more, Dynamo's caches emptied before each, as for another
+model. On a GPU the forward that memory is compared with is the one that calibration makes (no cache, one row of logits); on a
+CPU memory is the process's peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks" / "quality")]
+
+import torch  # noqa: E402
+
+import compare  # noqa: E402
+import corpora  # noqa: E402
+import fasa_compile  # noqa: E402
+import smollm2  # noqa: E402
+from fasa_compile import calibration  # noqa: E402
+from fasa_compile.calibration_stats import LayerStats  # noqa: E402
+
+PARTS = {
+    "forward, traced": (calibration, "_forward"),
+    "of it reading the graph": (calibration._Observer, "__call__"),
+    "of it statistics": (calibration._Observer, "record"),
+    "profiles of layers": (LayerStats, "layer_profile"),
+    "choosing the reduction": (LayerStats, "mass_kept"),
+    "hash of the weights": (calibration, "weights_fingerprint"),
+}
+
+
+@contextmanager
+def timed_parts(sync: Callable[[], None]) -> Iterator[dict[str, float]]:
+    """Seconds spent in each of ``PARTS`` meanwhile."""
+    spent = dict.fromkeys(PARTS, 0.0)
+    kept = {name: getattr(*where) for name, where in PARTS.items()}
+
+    def timed(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            result = kept[name](*args, **kwargs)
+            sync()
+            spent[name] += time.perf_counter() - began
+            return result
+
+        return call
+
+    for name, (owner, attribute) in PARTS.items():
+        setattr(owner, attribute, timed(name))
+    try:
+        yield spent
+    finally:
+        for name, (owner, attribute) in PARTS.items():
+            setattr(owner, attribute, kept[name])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", help="smollm2, or the path of a GGUF file")
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    name, model, tokenizer = compare.load(args)
+    ids = corpora.begun(tokenizer, smollm2.windows(tokenizer, args.length, 1)).to(args.device)
+    cuda = args.device.startswith("cuda")
+
+    def sync() -> None:
+        if cuda:
+            torch.cuda.synchronize()
+
+    def peak(call: Callable[[], Any]) -> tuple[float, float]:
+        """Seconds, and MiB at most allocated (a CPU: the process's peak so far)."""
+        sync()
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        call()
+        sync()
+        seconds = time.perf_counter() - began
+        most = torch.cuda.max_memory_allocated() / 2**20 if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+        return seconds, most
+
+    def run() -> None:
+        torch._dynamo.reset()
+        fasa_compile.calibrate(model, ids, progress=False)
+
+    with torch.no_grad():
+        calibration._forward(model, ids[:, :64])
+        forward = peak(lambda: calibration._forward(model, ids))
+    first = peak(run)
+    again = [peak(run) for _ in range(args.repeats)]
+    with timed_parts(sync) as parts:
+        peak(run)
+    record = {
+        "benchmark": "calibration",
+        "model": name,
+        "tokens": ids.numel(),
+        "device": torch.cuda.get_device_name() if cuda else f"cpu, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}",
+        "versions": compare.versions(),
+        "forward s": round(forward[0], 2),
+        "first s": round(first[0], 2),
+        "again s": round(statistics.median(s for s, _ in again), 2) if again else None,
+        "parts s": {part: round(s, 2) for part, s in parts.items()},
+        "peak MiB": round(max(first[1], *(m for _, m in again))),
+        "forward peak MiB": round(forward[1]),
+    }
+    print(json.dumps(record, indent=1))
+    if args.out:
+        args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
