@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _timing import environment
 from decode import STEPS, build, flash_attention, full_cache, random_profile, rewind
 
 import fasa_compile
-from _timing import environment
 from fasa_compile import fasa_backend
 
 
@@ -30,7 +30,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--context", type=int, default=32768)
     parser.add_argument("--every", type=int, default=64)
-    parser.add_argument("--bound", type=float, help="audit_bound too: one that no layer reaches, so that only watching costs")
+    parser.add_argument(
+        "--bound", type=float, help="audit_bound too: one that no layer reaches, so that only watching costs"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=256, help="of a block; a multiple of --every")
     parser.add_argument("--out", type=Path)

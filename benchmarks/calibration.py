@@ -93,7 +93,11 @@ def main() -> None:
         call()
         sync()
         seconds = time.perf_counter() - began
-        most = torch.cuda.max_memory_allocated() / 2**20 if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+        most = (
+            torch.cuda.max_memory_allocated() / 2**20
+            if cuda
+            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+        )
         return seconds, most
 
     def run() -> None:
@@ -111,7 +115,9 @@ def main() -> None:
         "benchmark": "calibration",
         "model": name,
         "tokens": ids.numel(),
-        "device": torch.cuda.get_device_name() if cuda else f"cpu, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}",
+        "device": torch.cuda.get_device_name()
+        if cuda
+        else f"cpu, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}",
         "versions": compare.versions(),
         "forward s": round(forward[0], 2),
         "first s": round(first[0], 2),

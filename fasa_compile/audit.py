@@ -3,6 +3,9 @@
 The rewritten graph leaves each step's queries and valid range in small buffers. On every n-th step, after the graph, one KV head
 of some layers is scored again, exactly and as TIP scores it, by plain operators on the device: nothing is read back until
 somebody asks. What a selection lost of a query head is ``1 - sum of its tokens' exact attention weights``.
+
+With a bound, each audit also leaves on the device how often in a row a layer was above it, and has that copied to the host. The
+copy is looked at when the next audit is due, and only if it has arrived by then: the host never waits for the device.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ from fasa_compile.triton_kernels import reference
 #: An audited step looks at every ``STRIDE``-th layer, the next one at those beside them: it costs a few layers' launches.
 STRIDE = 4
 
+#: Audits in a row that a layer must be above the bound before it goes dense: they look at different KV heads and tokens.
+IN_A_ROW = 4
+
 #: Gives a site's ``(k [B, Hkv, L, D], data, meta)`` as its last step left them, or None where there is no cache any more.
 Caches = Callable[[int], tuple[Tensor, Tensor, Tensor] | None]
 
@@ -32,17 +38,20 @@ class _Watched:
     constants: dict[str, Tensor]
     q: Tensor  # fp32 [B, Hq, 1, D], written by the graph
     bounds: Tensor | None  # int32 [B, 2], written by the graph; None where there is no mask
-    lost: Tensor  # fp32 [2]: sum over audited steps of the mean loss, number of audited steps
+    lost: Tensor  # fp32 [3]: sum over audited steps of the mean loss, number of audited steps, of these the last ones above the bound
 
 
 class Audit:
-    """Counts the steps of one graph and audits every ``every``-th."""
+    """Counts the steps of one graph and audits every ``every``-th. ``bound``: the loss beyond which ``too_lossy`` names a layer."""
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: int, bound: float | None = None) -> None:
         self.every = every
+        self.bound = bound
         self.steps = 0
         self.turn = 0
         self._sites: list[_Watched] = []
+        self._seen: Tensor | None = None  # on the host: each site's last number, as of some audit
+        self._arrived: torch.cuda.Event | None = None  # when that copy is there; None on a CPU, where it is at once
         counters.watch(self)
 
     def add(
@@ -53,7 +62,7 @@ class Audit:
         audit_q: Tensor,
         audit_bounds: Tensor | None = None,
     ) -> None:
-        lost = torch.zeros(2, dtype=torch.float32, device=audit_q.device)
+        lost = torch.zeros(3, dtype=torch.float32, device=audit_q.device)
         self._sites.append(_Watched(keeper, decision, constants, audit_q, audit_bounds, lost))
 
     def due(self) -> bool:
@@ -69,13 +78,37 @@ class Audit:
             if number % stride == self.turn % stride:
                 found = caches(watched.keeper)
                 if found is not None:
-                    watched.lost[0] += lost_mass(watched, *found, head=self.turn // stride)
+                    loss = lost_mass(watched, *found, head=self.turn // stride)
+                    watched.lost[0] += loss
                     watched.lost[1] += 1
+                    if self.bound is not None:
+                        watched.lost[2] = (watched.lost[2] + 1) * (loss > self.bound)
         self.turn += 1
+        if self.bound is not None and self._sites:
+            self._send()
+
+    def _send(self) -> None:
+        """Has each site's last number copied to the host."""
+        rows = torch.stack([w.lost[2] for w in self._sites])
+        if not rows.is_cuda:
+            self._seen = rows
+            return
+        if self._seen is None:
+            self._seen = torch.zeros(len(self._sites), pin_memory=True)
+            self._arrived = torch.cuda.Event()
+        assert self._arrived is not None
+        self._seen.copy_(rows, non_blocking=True)
+        self._arrived.record()
+
+    def too_lossy(self) -> list[int]:
+        """Sites (indices in their graph) above the bound in ``IN_A_ROW`` audits, as far as the host knows without waiting."""
+        if self._seen is None or (self._arrived is not None and not self._arrived.query()):
+            return []
+        return [w.decision.site.index for w, n in zip(self._sites, self._seen.tolist(), strict=True) if n >= IN_A_ROW]
 
     def rows(self) -> list[tuple[str, float, float]]:
         """``(layer, sum of losses, steps)``; waits for the device."""
-        return [(w.decision.site.layer, *w.lost.tolist()) for w in self._sites]
+        return [(w.decision.site.layer, *w.lost[:2].tolist()) for w in self._sites]
 
     def clear(self) -> None:
         for watched in self._sites:

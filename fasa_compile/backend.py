@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import inspect
 import itertools
 import logging
@@ -19,7 +20,9 @@ from typing import Any, Literal
 import torch
 from torch import fx
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._guards import TracingContext, tracing
 
+from fasa_compile.audit import IN_A_ROW
 from fasa_compile.capture import Shadow, capture, enclosing_modules, has_module, pin_root_module, root_module
 from fasa_compile.counters import count, decline
 from fasa_compile.dump import dump, graph_text, trace
@@ -29,13 +32,13 @@ from fasa_compile.fingerprint import same_weights, weights_fingerprint, weights_
 from fasa_compile.match import match
 from fasa_compile.offload import check_device, rows_of
 from fasa_compile.patterns import attention
-from fasa_compile.plan import Decision, Plan, Policy, demote, hint, is_one, plan
+from fasa_compile.plan import Decision, Plan, Policy, demote, go_dense, hint, is_one, plan
 from fasa_compile.profiles.files import load_profile
 from fasa_compile.profiles.schema import FCProfile
 from fasa_compile.report import GraphRecord, Report, why
 from fasa_compile.rewrite import NotExpressible, Rewritten, rewrite
 from fasa_compile.runtime import Runtime, counted
-from fasa_compile.sharding import agree, shares_of
+from fasa_compile.sharding import agree, communicates, shares_of
 from fasa_compile.sites import AttentionSite, NoMatch, below
 
 log = logging.getLogger("fasa_compile")
@@ -206,6 +209,10 @@ def _tally(planned: Plan) -> dict[str, int]:
     return found
 
 
+def _exact_sites(planned: Plan) -> int:
+    return len(planned.rewritten) - len(planned.sparse)
+
+
 def _wrapper(profile: FCProfile, sites: Sequence[AttentionSite]) -> str:
     """What a wrapper puts before the profile's module paths: the one prefix under which all sites have an entry, or ""."""
     first = sites[0].layer
@@ -228,10 +235,13 @@ class FasaBackend:
         check_weights: bool,
         audit: int = 0,
         allow_no_rope: bool = False,
+        audit_bound: float | None = None,
     ) -> None:
         self.allow_no_rope = allow_no_rope
         self.__name__ = "fasa"
         self.audit = audit
+        self.audit_bound = audit_bound
+        self._lossy: dict[str, str] = {}  # layers that audits found above the bound -> what was found
         self.policy = policy
         self.inner = inner
         self.strict = strict
@@ -291,17 +301,81 @@ class FasaBackend:
         self._note(planned, decode=planned.decode or _decodes(nodes), seconds=seconds)
         if shadow is not None and rewritten is not None and compiled is not None:
             number = len(self.graphs) - 1
-            return Runtime(
-                compiled,
-                rewritten.extra,
-                sorted(shadow.relied),
-                example_inputs,
-                tally=_tally(planned),
-                audit=self.audit,
-                check=check,
-                fallback=Fallback(gm.forward, inputs_to_save(shadow), lambda p: self._step_failed(number, planned, p)),
-            )
+            return self._runtime(shadow, planned, rewritten, compiled, example_inputs, inner, check, number)
         return counted(inner(gm, example_inputs), _tally(planned))
+
+    def _runtime(
+        self,
+        shadow: Shadow,
+        planned: Plan,
+        rewritten: Rewritten,
+        compiled: Callable[..., Any],
+        example_inputs: Sequence[Any],
+        inner: Callable[..., Any],
+        check: Callable[[], None] | None,
+        number: int,
+    ) -> Runtime:
+        """What runs graph ``number``."""
+        bare = replace(shadow, example_inputs=())  # else the caches of the first call would live as long as the graph
+        without = functools.partial(self._without, bare, planned, inner, check, number)
+        return Runtime(
+            compiled,
+            rewritten.extra,
+            sorted(shadow.relied),
+            example_inputs,
+            tally=_tally(planned),
+            audit=self.audit,
+            audit_bound=self.audit_bound,
+            check=check,
+            fallback=Fallback(
+                shadow.dynamo.forward, inputs_to_save(shadow), lambda p: self._step_failed(number, planned, p)
+            ),
+            without=without if self.audit_bound is not None else None,
+        )
+
+    def _without(
+        self,
+        shadow: Shadow,
+        planned: Plan,
+        inner: Callable[..., Any],
+        check: Callable[[], None] | None,
+        number: int,
+        lossy: Sequence[int],
+        arguments: Sequence[Any],
+    ) -> Callable[..., Any] | None:
+        """What runs graph ``number`` with the sites ``lossy`` dense; None, which is said, where that cannot be compiled."""
+        layers = [d.site.layer for d in planned.decisions if d.site.index in lossy]
+        found = f"more than {self.audit_bound} in {IN_A_ROW} audits in a row"
+        before = planned
+        for index in lossy:
+            planned = go_dense(planned, index, "audit-bound", found)
+        try:
+            if any(not isinstance(n, int) for d in planned.decisions for n in getattr(d.site, "shape", ())):
+                raise FasaError("the graph has sizes that are not fixed")
+            shadow = replace(shadow, example_inputs=tuple(arguments))
+            if communicates(shadow):
+                raise FasaError("the model is shared out over processes, which would have to decide alike")
+            with tracing(TracingContext(shadow.fake_mode)):
+                rewritten = rewrite(shadow, planned, audit=True) if planned.rewritten else None
+                graph, extra = (shadow.dynamo, ()) if rewritten is None else (rewritten.gm, rewritten.extra)
+                compiled = inner(graph, [*arguments, *(item.fake for item in extra)])
+        except Exception as problem:
+            log.warning("audit_bound: %s", problem, exc_info=problem)
+            self.warn(
+                f"{', '.join(layers)}: selection lost {found} and should give way to dense attention (audit_bound), but the layer "
+                f"stays sparse: {problem}"
+            )
+            return None
+        self._lossy.update(dict.fromkeys(layers, found))
+        log.warning("%s: selection lost %s: dense from now on", ", ".join(layers), found)
+        for _ in range(len(before.rewritten) - len(planned.rewritten)):
+            count("rewritten_sites", -1)
+            decline("audit-bound")
+        count("dense_kernel_sites", _exact_sites(planned) - _exact_sites(before))
+        self.graphs[number] = replace(self.graphs[number], decisions=planned.decisions)
+        if rewritten is None:
+            return counted(compiled, _tally(planned))
+        return self._runtime(shadow, planned, rewritten, compiled, arguments, inner, check, number)
 
     def _plan(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any]
@@ -319,6 +393,9 @@ class FasaBackend:
         shares = shares_of(sites, shadow)
         hosted = [site.index for site in sites if _hosted(site, shadow)]
         planned = plan(sites, self.policy, grad=grad, autocast=autocast, prefix=prefix, hosted=hosted, shares=shares)
+        for decision in planned.sparse:
+            if found := self._lossy.get(decision.site.layer):
+                planned = go_dense(planned, decision.site.index, "audit-bound", found)
         _check_memory(planned)
         agree(planned, self.policy, shares.values())
         return shadow, planned, self._checker(root, prefix)
@@ -424,7 +501,7 @@ class FasaBackend:
         """A rewritten graph failed before or in its first step: says so in ``explain()`` and ``stats()``, or raises."""
         if self.strict:
             raise problem
-        lost = len(planned.rewritten), len(planned.rewritten) - len(planned.sparse)
+        lost = len(planned.rewritten), _exact_sites(planned)
         detail = f"{type(problem).__name__}: {problem}"
         log.warning("a rewritten graph failed in its first step: %s", detail, exc_info=problem)
         for decision in planned.rewritten:
@@ -447,7 +524,7 @@ class FasaBackend:
     def _note(self, planned: Plan, *, decode: bool, seconds: float) -> None:
         count("sites", len(planned.decisions))
         count("rewritten_sites", len(planned.rewritten))
-        count("dense_kernel_sites", len(planned.rewritten) - len(planned.sparse))
+        count("dense_kernel_sites", _exact_sites(planned))
         for decision in planned.decisions:
             if decision.action == "dense":
                 decline(decision.reason)
@@ -517,6 +594,7 @@ def fasa_backend(
     strict: bool = False,
     check_weights: bool = True,
     audit: int = 0,
+    audit_bound: float | None = None,
     offload: Literal["cpu"] | None = None,
     hot_tokens: int | None = None,
     allow_no_rope: bool = False,
@@ -534,6 +612,8 @@ def fasa_backend(
     prompt if they have been written since). ``audit=n``: on every n-th decode step measure, on the device and without waiting for
     it, the attention mass that the selection lost (one KV head of every fourth layer, in turn); ``stats()["lost_mass"]`` has the
     means by layer. For sites whose packed FC cache is kept (static caches); steps inside a CUDA graph that you capture are not seen.
+    ``audit_bound``: a layer that loses more than this share (0 to 1) in four audits in a row goes dense for good: the graph is compiled
+    once more without its selection, and ``explain()`` gives ``audit-bound`` as the reason.
     ``allow_no_rope``: also make attention without a rotary embedding sparse (ALiBi, learned positions, none), scored by single dims
     and by what its mask adds; the profile must have been calibrated with it.
 
@@ -558,8 +638,13 @@ def fasa_backend(
     policy = Policy(loaded, overrides, dense_below, offload is not None, hot_tokens)
     if not isinstance(audit, int) or isinstance(audit, bool) or audit < 0:
         raise TypeError(f"audit: expected a number of steps >= 1, or 0 for none, found {audit!r}")
+    if audit_bound is not None:
+        if isinstance(audit_bound, bool) or not isinstance(audit_bound, int | float) or not 0 <= audit_bound < 1:
+            raise TypeError(f"audit_bound: expected a share of attention mass, 0 to 1, or None, found {audit_bound!r}")
+        if not audit:
+            raise TypeError("audit_bound needs audit=n: on every n-th step it is compared with what an audit measures")
     policy.budget_for(None)  # an impossible budget is an error now, not at the first graph
-    return FasaBackend(policy, inner, strict, check_weights, audit, allow_no_rope)
+    return FasaBackend(policy, inner, strict, check_weights, audit, allow_no_rope, audit_bound)
 
 
 def fasa(

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fasa_compile.calibration_budgets import allocate, pyramid
 from fasa_compile.calibration_stats import LayerStats
-from fasa_compile.capture import capture, path_in, pin_root_module, root_module
+from fasa_compile.capture import capture, no_garbage_collection, path_in, pin_root_module, root_module
 from fasa_compile.errors import CalibrationError, FasaWarning
 from fasa_compile.fingerprint import data_fingerprint, weights_fingerprint
 from fasa_compile.match import match
@@ -150,6 +151,8 @@ def calibrate(
     fc_format: str = "int4",
     reduction: str | None = None,
     budget: Budget | None = None,
+    layer_budgets: str = "equal",
+    dense_above: float | None = None,
     forward: Callable[[nn.Module, Tensor], Any] | None = None,
     progress: bool = True,
     allow_no_rope: bool = False,
@@ -160,8 +163,15 @@ def calibrate(
     ``n_tip``: dominant FCs per KV head; by default half of them. ``method``: ``score_variance``, ``contextual_agreement`` or
     ``greedy_mass``. ``fc_format``: how the packed FC cache stores keys. ``reduction``: how the query heads of a KV head agree on
     a set of tokens; by default what keeps the most attention mass on held-out queries of the text, a single pass (``static``,
-    ``affine``) being preferred to two unless it loses ``SINGLE_PASS_WORTH`` more: ``stats["mass_kept"]`` has each. ``forward(model,
-    token_ids)``: how to call a model that does not take ``model(token_ids)``; a prefill of the whole text, with or without a cache.
+    ``affine``) being preferred to two unless it loses ``SINGLE_PASS_WORTH`` more: ``stats["mass_kept"]`` has each.
+
+    ``budget``: what a decode step attends to (``Budget()``). ``layer_budgets``: how layers share it, ``budget.n_fac`` being their
+    mean: ``equal``; ``mass``, tokens going where they keep the most attention mass; ``pyramid``, falling evenly with depth
+    (PyramidKV). ``dense_above``: layers that lose more than this share of attention mass within ``budget.n_fac`` tokens are marked
+    dense and attend to everything. ``layer.stats["mass_lost"]`` has that share, measured on held-out queries of the text, wherever
+    one of these needs it or ``reduction`` is not given.
+
+    ``forward(model, token_ids)``: how to call a model that does not take ``model(token_ids)``; a prefill of the whole text, with or without a cache.
     Layers that see no more than a window of the text are marked dense: there is nothing to gain, and ``layer.stats["window"]`` says so.
     ``allow_no_rope``: also rank the single dims of attention without a rotary embedding (ALiBi, learned positions, none), twice as
     many of them as FCs; a bias that the attention adds to its scores counts in what needs scores.
@@ -170,6 +180,10 @@ def calibrate(
     no attention with a rotary embedding is found, or q or k hold values that no statistic can be made of.
     """
     texts = _texts(data)
+    if layer_budgets not in LAYER_BUDGETS:
+        raise ValueError(f"layer_budgets: expected one of {', '.join(LAYER_BUDGETS)}, found {layer_budgets!r}")
+    if dense_above is not None and not 0 <= dense_above < 1:
+        raise ValueError(f"dense_above: expected a share of attention mass, 0 to 1, or None, found {dense_above!r}")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     observer = _Observer(model, len(texts), progress, allow_no_rope)
     call = forward or _forward
@@ -180,7 +194,8 @@ def calibrate(
         watched: Any = torch.compile(model, backend=observer, dynamic=False)
         # Dynamo counts compilations by code, over all backends: past its limit it would run the model unseen.
         limit = 64 + len(texts)
-        with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=8 * limit):
+        limits = torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=8 * limit)
+        with torch.no_grad(), no_garbage_collection(), limits:
             for i, text in enumerate(texts):
                 seen = dict(observer.calls)
                 call(watched, text.to(device))
@@ -207,8 +222,13 @@ def calibrate(
             f"calibration could not read {len(unread)} layers, which stay dense ({because})", FasaWarning, stacklevel=2
         )
     longest, budget = max(t.shape[1] for t in texts), budget or Budget()
-    layers: list[LayerProfile] = []
-    kept: list[dict[str, float]] = []
+    layers: dict[str, LayerProfile] = {}
+    kept: dict[
+        str, dict[str, list[float]]
+    ] = {}  # of each sparse layer, by reduction, at the numbers of tokens in ``grid``
+    grid = (
+        sorted({max(round(share * budget.n_fac), 1) for share in GRID}) if layer_budgets == "mass" else [budget.n_fac]
+    )
     for name, stats in observer.stats.items():
         count = n_tip if n_tip is not None else max(1, len(stats.rope.chunks) // 2)
         if not stats.rope.pairs:  # single dims, as many as that number of FCs would have; int4 wants an even number
@@ -217,15 +237,25 @@ def calibrate(
         window = observer.windows.get(name, longest)
         if window < longest:
             made = replace(made, dense=True, stats={**made.stats, "window": float(window)})
-        elif reduction is None:
-            kept.append(stats.mass_kept(made, budget))
-        layers.append(made)
-    mass = {name: math.fsum(row[name] for row in kept) / len(kept) for name in (kept[0] if kept else ())}
+        elif reduction is None or layer_budgets == "mass" or dense_above is not None:
+            kept[name] = stats.mass_kept(made, budget, grid)
+        layers[name] = made
+    at = grid.index(budget.n_fac)
+    mass = {name: math.fsum(row[name][at] for row in kept.values()) / len(kept) for name in MEASURED if kept}
+    chosen = reduction or _best_reduction(mass)
+    # ``max`` is not measured: softmax-sum is the nearest.
+    lost = {name: [1 - x for x in row.get(chosen, row["softmax_sum"])] for name, row in kept.items()}
+    for name, row in lost.items():
+        dense = dense_above is not None and row[at] > dense_above
+        layers[name] = replace(layers[name], dense=dense, stats={**layers[name].stats, "mass_lost": row[at]})
+    sparse = [name for name, layer in layers.items() if not layer.dense]
+    for name, given in _shares(layer_budgets, sparse, lost, grid, budget).items():
+        layers[name] = replace(layers[name], n_fac=given)
     return FCProfile(
-        layers=tuple(layers),
+        layers=tuple(layers.values()),
         budget=budget,
         fc_format=fc_format,
-        reduction=reduction or _best_reduction(mass),
+        reduction=chosen,
         method=method,
         model=ModelFacts(type(model).__name__, weights_fingerprint(model), len(layers), {"uncalibrated": unread}),
         data={
@@ -235,6 +265,26 @@ def calibrate(
         },
         stats={"mass_kept": mass} if mass else {},
     )
+
+
+#: How layers share a budget.
+LAYER_BUDGETS = ("equal", "mass", "pyramid")
+#: Tokens at which ``mass`` measures, as shares of the mean.
+GRID = (0.25, 0.5, 1.0, 2.0, 4.0)
+#: Reductions that are measured.
+MEASURED = ("static", "affine", "softmax_sum")
+
+
+def _shares(
+    how: str, names: Sequence[str], lost: dict[str, list[float]], grid: Sequence[int], budget: Budget
+) -> dict[str, int]:
+    """Tokens of each sparse layer; none where all have the same."""
+    if how == "equal" or not names:
+        return {}
+    least = max(budget.n_fac // 4, budget.n_sink + budget.n_recent, 1)
+    if how == "pyramid":
+        return pyramid(names, budget.n_fac, least=min(least, budget.n_fac))
+    return allocate({name: lost[name] for name in names}, grid, budget.n_fac, least=min(least, budget.n_fac))
 
 
 #: Share of attention mass that a second pass over the packed FC cache must save to be taken.

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from fasa_compile.errors import CalibrationError
 
 STEP = 8  # tokens that are given out at a time
+STEEPNESS = 20  # the paper's beta
 AHEAD = (1, 2, 4, 8)  # steps looked ahead: a layer may gain nothing from one step and much from several
 
 
@@ -50,6 +51,22 @@ def allocate(
         given[max(open_to_more, key=gain)] += STEP
         left -= STEP
     return given
+
+
+def pyramid(layers: Sequence[str], mean: int, *, least: int = 48) -> dict[str, int]:
+    """Tokens of each layer, ``mean`` on average and never more: falling evenly from the first layer to the last, which gets a
+    ``STEEPNESS``-th of the mean, or ``least`` (PyramidKV, arXiv 2406.02069, which finds attention narrower in later layers).
+
+    Raises ``CalibrationError`` where no layer is given or ``mean`` is below ``least``.
+    """
+    if not layers:
+        raise CalibrationError("budgets: expected at least one layer, found none")
+    if mean < least:
+        raise CalibrationError(f"budgets: expected a mean of at least {least} tokens, found {mean}")
+    last = max(mean // STEEPNESS, least)
+    fall = 2 * (mean - last) / max(len(layers) - 1, 1)  # from layer to layer
+    first = last + fall * (len(layers) - 1) if len(layers) > 1 else mean
+    return {layer: int(first - i * fall) for i, layer in enumerate(layers)}
 
 
 def _at(row: Sequence[float], grid: Sequence[int], tokens: int) -> float:

@@ -8,6 +8,7 @@ Memory does not grow with the text. Dimension letters as in ``fasa_compile.sites
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ MAX_QUERIES = 256  # over all sampled texts
 RANKING_QUERIES = 64  # of one text, that contextual agreement and greedy_mass rank by
 MAX_KEYS = 4096  # over all sampled texts: one text of up to this length is kept whole
 SINKS = 16  # first keys of a text, never thinned out: few, and they carry most of the mass
+MASS_QUERIES = 64  # over all sampled texts, that mass_kept measures on
 GREEDY_QUERIES = 16  # greedy_mass weighs every FC at every step, so it sees a part of the sample
 GREEDY_KEYS = 1024
 GREEDY_FORCED = (4, 16)  # first and last keys that every selection has anyway, and that the choice need not catch
@@ -415,27 +417,34 @@ class LayerStats:
         )
 
     @torch.no_grad()
-    def mass_kept(self, profile: LayerProfile, budget: Budget) -> dict[str, float]:
-        """Attention mass that a selection by ``profile``'s FCs keeps within ``budget``, by reduction: mean over query heads.
+    def mass_kept(
+        self, profile: LayerProfile, budget: Budget, tokens: Sequence[int] | None = None
+    ) -> dict[str, list[float]]:
+        """Attention mass that a selection by ``profile``'s FCs keeps within each number of ``tokens`` (``budget.n_fac``), the forced
+        tokens of ``budget`` among them: by reduction, mean over query heads.
 
-        Queries are the sample's later halves; the normalisers are fitted to the earlier ones. Scores are taken unquantised.
+        Queries are of the sample's later halves; the normalisers are fitted to the earlier ones. Scores are taken unquantised. A
+        query keeps at most half of the keys that it sees, whatever ``tokens`` says.
         """
+        tokens = (budget.n_fac,) if tokens is None else tokens
         centre, dims = profile.centre.to(self.device, torch.float64), profile.dims().to(self.device).long()
         norm, affine = _normalisers([_half_of(s, 0) for s in self._samples], centre, dims)
         norm, affine = norm.float(), affine.float()
-        kept = dict.fromkeys(("static", "affine", "softmax_sum"), 0.0)
+        kept = dict.fromkeys(("static", "affine", "softmax_sum"), torch.zeros(len(tokens), device=self.device))
         group, rows = self.num_heads // self.num_kv_heads, 0
-        for sample in (_half_of(s, 1) for s in self._samples):
+        queries, unused = max(MASS_QUERIES // max(len(self._samples), 1), 1), torch.Generator()
+        for sample in (_half_of(s, 1).thinned(queries, len(s.k_at), unused) for s in self._samples):
             visible, weights = sample.visible(), sample.log_weights()
             forced = visible & (
                 (sample.k_at < budget.n_sink)[None, :] | (sample.k_at[None, :] > sample.q_at[:, None] - budget.n_recent)
             )
-            keep = sample.top(budget.n_fac, visible)
+            keep = torch.stack([sample.top(n, visible) for n in tokens], 1)  # [nq, tokens]
+            most = int(keep.max())
             for h in range(self.num_kv_heads):
                 q, k = _grouped(sample, h, centre)
                 heads = slice(h * group, (h + 1) * group)
                 scores = sample.biased(q[..., dims[h]] @ k[:, dims[h]].T, h)  # [G, nq, nk]
-                true = (_full_scores(sample, h, centre) + weights).softmax(-1)
+                true = (_full_scores(sample, h, centre) + weights).softmax(-1).sum(0)  # [nq, nk]: mass over the group
                 levels = {
                     "static": norm[heads, None],
                     "affine": affine[heads, :1] + (q * affine[heads, None, 1:]).sum(-1),
@@ -444,9 +453,12 @@ class LayerStats:
                 for name, level in levels.items():
                     key = (scores - level[..., None]).logsumexp(0)
                     key = key.masked_fill(~visible, -math.inf).masked_fill(forced, math.inf)
-                    kept[name] += float((true * _top_mask(key, keep)).sum())
-                rows += true.shape[0] * true.shape[1]
-        return {name: total / rows for name, total in kept.items()}
+                    held = true.gather(-1, key.topk(most, dim=-1).indices).cumsum(
+                        -1
+                    )  # [nq, most]: by the best n tokens
+                    kept[name] = kept[name] + held.gather(-1, keep - 1).sum(0)
+                rows += group * len(sample.q_at)
+        return {name: (total / rows).tolist() for name, total in kept.items()}
 
     def _spread(self) -> Tensor:
         """float64 ``[Hkv, D]``: sqrt(sd k / rms q), which shares a dim's range between key and query."""

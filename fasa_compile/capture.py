@@ -412,7 +412,7 @@ class _Recorder(fx.Interpreter):
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """A trace makes so many objects that Python's collector, which looks at all that live, would run again and again."""
     enabled = gc.isenabled()
     gc.disable()
@@ -455,7 +455,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Shadow:
         _allow_non_fake_inputs=True,
         _disable_torch_fn_metadata_mode=True,  # no names of torch functions on nodes: nobody reads them
     )
-    with _no_garbage_collection(), tracing(None), torch.no_grad(), mode, enable_python_dispatcher():
+    with no_garbage_collection(), tracing(None), torch.no_grad(), mode, enable_python_dispatcher():
         # A tensor subclass has a placeholder that nothing reads.
         given = [torch.empty(0, dtype=x.dtype, device=x.device) if is_foreign(x) else x for x in fakes]
         shadow = trace(*given)

@@ -41,6 +41,7 @@ WHY_DENSE: dict[str, str] = {
     "no-triton": "the GPU kernels need the package triton, which cannot be imported here",
     "capture-failed": "the graph could not be traced functionally (kept as the detail)",
     "rewrite-failed": "rewriting this graph raised an error (kept as the detail); the graph was left untouched",
+    "audit-bound": "selection kept losing more of this layer's attention mass than audit_bound allows, so it went dense while decoding",
     "step-failed": "the rewritten graph failed before or in its first step (kept as the detail); the model's own graph took over",
 }
 
@@ -357,6 +358,12 @@ def _dense(decision: Decision, reason: str, detail: str = "") -> Decision:
 def demote(plan: Plan, index: int, reason: str, detail: str) -> Plan:
     """The same plan with the decision of attention ``index`` turned dense."""
     changed = tuple(_dense(d, reason, detail) if d.site.index == index else d for d in plan.decisions)
+    return Plan(changed, plan.decode)
+
+
+def go_dense(plan: Plan, index: int, reason: str, detail: str) -> Plan:
+    """The same plan with attention ``index`` exact: by the dense kernel where ``plan`` would have chosen it."""
+    changed = tuple(_exact(d, reason, detail) if d.site.index == index else d for d in plan.decisions)
     return Plan(changed, plan.decode)
 
 

@@ -208,10 +208,14 @@ class Runtime:
         *,
         tally: Mapping[str, int],
         audit: int = 0,
+        audit_bound: float | None = None,
         check: Callable[[], None] | None = None,
         fallback: Fallback | None = None,
+        without: Callable[[Sequence[int], Sequence[Any]], Callable[..., Any] | None] | None = None,
     ) -> None:
         self._compiled = compiled
+        self._without = without  # makes what runs the same graph with these sites dense; None where that cannot be
+        self._successor: Callable[..., Any] | None = None  # it, once audits have asked for it
         self._check = check  # raises where the weights are not the profile's any more
         self._fallback = fallback
         self._gave_up = False  # whether the model's own graph has taken over
@@ -246,13 +250,15 @@ class Runtime:
                 self._extra.append(value)
         if any(keeper.decision.hot is not None for keeper in self._keepers):
             watch_hot(self)
-        self._audit = Audit(audit) if left else None
+        self._audit = Audit(audit, audit_bound) if left else None
         for number, keeper in enumerate(self._keepers):
             found = left.get(keeper.decision.site.index)
             if self._audit is not None and found is not None:
                 self._audit.add(number, keeper.decision, keeper.constants, **found)
 
     def __call__(self, *arguments: Any) -> Any:
+        if self._successor is not None:
+            return self._successor(*arguments)
         with self._lock:
             if self._gave_up:
                 return self._dense(arguments)
@@ -279,9 +285,21 @@ class Runtime:
                 if packed is not None and not packed.frozen:
                     packed.note(arguments[keeper.k_input])
             if self._audit is not None and not capturing and self._audit.due():
+                self._heed(self._audit.too_lossy(), arguments)
                 self._audit.run(self._canonical)
             count_all(self._tally)
             return result
+
+    def _heed(self, lossy: list[int], arguments: Sequence[Any]) -> None:
+        """Have a graph without these sites' selections take over from the next step on."""
+        if not lossy or self._without is None:
+            return
+        make, self._without = self._without, None
+        self._successor = make(lossy, arguments)
+        if self._successor is not None:
+            for keeper in self._keepers:
+                keeper.caches.clear()
+                keeper.bind(None)
 
     def _bind(self, arguments: Sequence[Any], capturing: bool) -> bool:
         """Binds a packed cache that agrees with K to every site; whether one was made anew that will be kept."""
@@ -354,6 +372,8 @@ class Runtime:
 
     def invalidate(self) -> None:
         """Have every packed cache made anew from K in the next step."""
+        if isinstance(self._successor, Runtime):
+            self._successor.invalidate()
         with self._lock:
             self._distrust()
 

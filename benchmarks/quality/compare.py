@@ -55,7 +55,8 @@ class Calibrated:
         self.true: dict[str, LayerStats] = {}
         self.shifted: dict[str, LayerStats] = {}
         self.channels: dict[str, Tensor] = {}
-        self.known = {layer.layer: layer for layer in profile.layers if not layer.dense}
+        # Budgets by layer are ours alone: other methods have the same in each.
+        self.known = {layer.layer: replace(layer, n_fac=None) for layer in profile.layers if not layer.dense}
 
         def watch(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
             if name not in self.known:
@@ -262,7 +263,9 @@ def evaluate(
         }
         if OURS in rows and name != OURS:
             out[name]["less_ours"] = paired(stacked - torch.stack(rows[OURS], 1))
-    mass = {name: {layer: total / len(kinds) for layer, total in lost[name].items()} for name in BY_LAYER if name in lost}
+    mass = {
+        name: {layer: total / len(kinds) for layer, total in lost[name].items()} for name in BY_LAYER if name in lost
+    }
     return out, mass
 
 

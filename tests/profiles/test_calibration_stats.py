@@ -309,9 +309,10 @@ def test_mass_kept_is_what_the_selection_holds_of_the_softmax() -> None:
     s.update(q, k, 0.2)
     one = s.layer_profile("l", 4)  # all dims: scores are exact
     budget = Budget(20, 2, 3)
-    found = s.mass_kept(one, budget)
+    found = s.mass_kept(one, budget, [8, 20, 140])
     sample = calibration_stats._half_of(s._samples[0], 1)
-    total = {"softmax_sum": 0.0, "static": 0.0}
+    sample = sample.thinned(calibration_stats.MASS_QUERIES, n, torch.Generator())
+    total = {"softmax_sum": [0.0] * 3, "static": [0.0] * 3}
     norm, _ = calibration_stats._normalisers(
         [calibration_stats._half_of(s._samples[0], 0)], one.centre.double(), one.dims().long()
     )
@@ -327,9 +328,11 @@ def test_mass_kept_is_what_the_selection_holds_of_the_softmax() -> None:
             )
             for name, key in (("softmax_sum", p.sum(0)), ("static", constant)):
                 key[:2] = key[-3:] = torch.inf
-                total[name] += float(p[:, key.topk(20).indices].sum())
+                for i, tokens in enumerate((8, 20, (at + 1) // 2)):  # 140 are more than half of what most queries see
+                    total[name][i] += float(p[:, key.topk(min(tokens, 140)).indices].sum())
     for name, mass in total.items():
-        assert found[name] == pytest.approx(mass / (len(sample.q_at) * HQ), rel=1e-3)
+        assert found[name] == pytest.approx([m / (len(sample.q_at) * HQ) for m in mass], rel=1e-3)
+    assert s.mass_kept(one, budget)["static"] == pytest.approx([found["static"][1]])
 
 
 def test_ridge_gives_no_slopes_to_noise_and_the_right_ones_to_signal() -> None:

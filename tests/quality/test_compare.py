@@ -140,6 +140,47 @@ def test_budgets_by_layer_are_scaled_to_the_budget(model: Any) -> None:
     assert sizes == [16, 32]
 
 
+def test_every_method_keeps_to_the_budget(model: Any) -> None:
+    ids, budget = torch.randint(1, 128, (1, LENGTH)), Budget(32, 2, 3)
+    profile = fasa_compile.calibrate(model, ids, progress=False, budget=Budget(64, 2, 3))
+    layers = tuple(
+        replace(x, n_fac=n) for x, n in zip(profile.layers, (32, 96), strict=True)
+    )  # halved here, to a mean of 32
+    with one_pass.harness(model) as h:
+        found = compare.Calibrated(h, profile := replace(profile, layers=layers), ids[0])
+        cache, most = one_pass.prefill(h, ids[0, :-9]), {}
+        for name, method in compare.methods(profile, budget, found).items():
+
+            def counted(scene: ts.Scene, name: str = name, select: ts.Selector = method.select) -> torch.Tensor:
+                chosen = select(scene)
+                most.setdefault(name, []).append(int(chosen.sum(-1).max()))
+                return chosen
+
+            one_pass.forced(h, cache, LENGTH - 9, ids[0, -9:], replace(method, select=counted))
+    by_layer = {
+        compare.OURS,
+        *(f"ours, FC cache in {x}" for x in ("bf16", "fp8", "int8")),
+        "ours, a quarter of the FCs in bf16",
+    }
+    decoded = {"SnapKV": 9}  # as published, decoded tokens come on top
+    assert by_layer < set(most) and "dense" not in most
+    for name, sizes in most.items():
+        assert sizes == ([16, 48] if name in by_layer else [32 + decoded.get(name, 0)] * 2), name
+
+
+def test_records_of_several_runs_join() -> None:
+    one = {"model": "m", "budgets": {"128": {"n_sink": 4, "methods": {"dense": 1}}}}
+    two = {"model": "m", "budgets": {"128": {"n_sink": 4, "pass_keys_2048": {"dense": 2}}, "256": {"methods": {}}}}
+    assert compare.merged([one, two])["budgets"] == {
+        "128": {"n_sink": 4, "methods": {"dense": 1}, "pass_keys_2048": {"dense": 2}},
+        "256": {"methods": {}},
+    }
+    with pytest.raises(ValueError, match="differ in model"):
+        compare.merged([one, {**two, "model": "another"}])
+    with pytest.raises(ValueError, match="budget 128 has been measured twice: methods"):
+        compare.merged([one, {"model": "m", "budgets": {"128": {"methods": {"dense": 3}}}}])
+
+
 def test_calibration_leaves_local_layers_dense() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.Gemma3TextConfig(
