@@ -228,3 +228,36 @@ def test_below_the_break_even_the_dense_kernel_reads():
     assert difference(decode(model, step, ids, cache_for(model, "static", 256), 6), dense) <= 1e-4
     assert fasa_compile.stats()["declined"] == {}
     assert fasa_compile.stats()["dense_kernel_sites"] == 2
+
+
+def test_a_layer_above_the_audit_bound_goes_dense_in_cuda_graphs():
+    """Every step is audited and every loss is above 0, so both layers go dense; the graphs go on."""
+    model = tiny_llama(layers=2).cuda()
+    ids, steps = IDS[:1, :200].cuda(), 40
+    dense = decode(model, model, ids, cache_for(model, "static", 256), steps)
+    fasa_compile.reset_stats()
+    profile = llama_profile(2, fc_format="int4")
+    step = compiled(model, profile, mode="reduce-overhead", n_fac=32, audit=1, audit_bound=0.0)
+    sparse = decode(model, step, ids, cache_for(model, "static", 256), steps)
+    found = fasa_compile.stats()
+    rows = fasa_compile.explain().rows[-2:]
+    assert [(r.decision, r.reason) for r in rows] == [("dense-kernel", "audit-bound")] * 2
+    assert found["sparse_steps"] + found["dense_steps"] == steps and 8 < found["sparse_steps"] < 20
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+    # What was decoded sparsely is in the caches for good; from the switch on nothing is added to it.
+    apart = (sparse - dense).flatten(2).norm(dim=2)[0]
+    assert apart[found["sparse_steps"] :].max() < apart[: found["sparse_steps"]].max()
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_auditing_changes_no_logits_in_cuda_graphs(every):
+    model = tiny_llama(layers=2).to("cuda", torch.bfloat16)
+    ids = IDS[:1, :220].cuda()
+    logits = [
+        decode(model, compiled(model, llama_profile(2, fc_format="int4"), "reduce-overhead", n_fac=32, **how), ids,
+               cache_for(model, "static", 256), 20)
+        for how in ({}, {"audit": every, "audit_bound": 0.999})
+    ]  # fmt: skip
+    assert torch.equal(*logits)
+    lost = fasa_compile.stats()["lost_mass"]
+    assert sum(entry["steps"] for entry in lost.values()) == 20 // every
