@@ -101,7 +101,10 @@ class Audit:
         self._arrived.record()
 
     def too_lossy(self) -> list[int]:
-        """Sites (indices in their graph) above the bound in ``IN_A_ROW`` audits, as far as the host knows without waiting."""
+        """Sites (indices in their graph) above the bound in ``IN_A_ROW`` audits, as far as the host knows without waiting. Told once
+        all layers have had their turn: each answer costs a compilation, so those that go dense go together."""
+        if self.turn % min(STRIDE, max(len(self._sites), 1)):
+            return []
         if self._seen is None or (self._arrived is not None and not self._arrived.query()):
             return []
         return [w.decision.site.index for w, n in zip(self._sites, self._seen.tolist(), strict=True) if n >= IN_A_ROW]

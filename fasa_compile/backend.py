@@ -535,7 +535,15 @@ class FasaBackend:
             self.warn(
                 "a decode graph was compiled while gradients are recorded, so it runs dense: decode under torch.no_grad()"
             )
-        expected = {"profile-dense", "within-budget", "below-break-even", "no-gain", "requires-grad", "prefill"}
+        expected = {
+            "profile-dense",
+            "audit-bound",
+            "within-budget",
+            "below-break-even",
+            "no-gain",
+            "requires-grad",
+            "prefill",
+        }
         if decode and not planned.rewritten and not all(d.reason in expected for d in planned.decisions):
             reasons = "; ".join(
                 sorted({f"{d.reason} ({why(d)})" for d in planned.decisions if d.reason not in expected})
