@@ -7,7 +7,7 @@ import itertools
 import pytest
 from profile_samples import layer, profile
 
-from fasa_compile.calibration_budgets import STEP, allocate
+from fasa_compile.calibration_budgets import STEP, allocate, pyramid
 from fasa_compile.errors import CalibrationError
 from fasa_compile.plan import Policy
 from fasa_compile.profiles import Budget
@@ -77,3 +77,20 @@ def test_a_users_budget_scales_the_layers_own() -> None:
     assert [Policy(made).budget_for(x).n_fac for x in made.layers] == [64, 192, 128]
     few = Policy(made, {"n_fac": 24})
     assert [few.budget_for(x).n_fac for x in made.layers] == [20, 36, 24]  # never less than the forced tokens
+
+
+def test_a_pyramid_falls_evenly_to_a_twentieth() -> None:
+    given = pyramid(["a", "b", "c"], 200, least=8)
+    assert given == {"a": 390, "b": 200, "c": 10}
+    assert pyramid(["a", "b", "c"], 200, least=50) == {"a": 350, "b": 200, "c": 50}
+    assert pyramid(["alone"], 200) == {"alone": 200}
+    many = pyramid([str(i) for i in range(30)], 128)
+    assert sum(many.values()) <= 30 * 128 and sorted(many.values(), reverse=True) == list(many.values())
+    assert 30 * 128 - sum(many.values()) < 30, "rounding down only"
+
+
+def test_a_pyramid_of_nothing_or_below_the_least_is_an_error() -> None:
+    with pytest.raises(CalibrationError, match="at least one layer"):
+        pyramid([], 128)
+    with pytest.raises(CalibrationError, match="at least 48 tokens, found 40"):
+        pyramid(["a"], 40)
