@@ -177,13 +177,16 @@ def calibrate(
     many of them as FCs; a bias that the attention adds to its scores counts in what needs scores.
 
     The model runs once per text, through ``torch.compile`` with a backend that only looks. Raises ``CalibrationError`` when
-    no attention with a rotary embedding is found, or q or k hold values that no statistic can be made of.
+    no attention with a rotary embedding is found, q or k hold values that no statistic can be made of, or a budget cannot be shared
+    out as asked.
     """
     texts = _texts(data)
     if layer_budgets not in LAYER_BUDGETS:
-        raise ValueError(f"layer_budgets: expected one of {', '.join(LAYER_BUDGETS)}, found {layer_budgets!r}")
+        raise CalibrationError(f"layer_budgets: expected one of {', '.join(LAYER_BUDGETS)}, found {layer_budgets!r}")
     if dense_above is not None and not 0 <= dense_above < 1:
-        raise ValueError(f"dense_above: expected a share of attention mass, 0 to 1, or None, found {dense_above!r}")
+        raise CalibrationError(
+            f"dense_above: expected a share of attention mass, 0 to 1, or None, found {dense_above!r}"
+        )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     observer = _Observer(model, len(texts), progress, allow_no_rope)
     call = forward or _forward

@@ -345,6 +345,10 @@ def calibrate(
         typer.Option(help="static, affine, softmax_sum or max (default: what keeps the most attention mass)"),
     ] = None,
     n_fac: N_FAC = None,
+    layer_budgets: Annotated[str, typer.Option(help="How layers share the budget: equal, mass or pyramid.")] = "equal",
+    dense_above: Annotated[
+        float | None, typer.Option(help="Layers that lose more than this share of attention mass stay dense.")
+    ] = None,
     device: DEVICE = None,
     as_json: JSON = False,
 ) -> None:
@@ -378,6 +382,8 @@ def calibrate(
         fc_format=fc_format,
         reduction=reduction,
         budget=budget,
+        layer_budgets=layer_budgets,
+        dense_above=dense_above,
         progress=not as_json and sys.stderr.isatty(),
     )
     profile.save(out)

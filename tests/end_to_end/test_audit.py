@@ -180,6 +180,21 @@ def test_one_layer_goes_dense_and_the_other_stays(monkeypatch: pytest.MonkeyPatc
     assert found["lost_mass"]["model.layers.0.self_attn"]["steps"] > 4, "the layer that is left is still audited"
 
 
+def test_one_audit_below_the_bound_starts_the_count_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three losses of four above the bound, for ever: never four in a row."""
+    audits: dict[str, int] = {}
+
+    def told(watched, k, *rest, **how):
+        layer = watched.decision.site.layer
+        audits[layer] = audits.get(layer, 0) + 1
+        return k.new_tensor(float(audits[layer] % 4 > 0))
+
+    monkeypatch.setattr(audit, "lost_mass", told)
+    bounded(0.5)
+    assert min(audits.values()) >= 8
+    assert len(bounded.backend.explain().sparse) == 2  # type: ignore[attr-defined]
+
+
 def test_a_layer_that_went_dense_is_dense_in_later_graphs() -> None:
     bounded(0.0)
     model = tiny_llama(layers=2)

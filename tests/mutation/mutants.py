@@ -675,6 +675,12 @@ add(
 )
 add("the audit looks at the first head alone", "head=self.turn // stride)", "head=0)")
 add("the audit forgets the forced tokens", "        n_recent=budget.n_recent,\n", "        n_recent=0,\n")
+add("one audit above the bound is enough", "IN_A_ROW = 4", "IN_A_ROW = 1")
+add(
+    "audits above the bound need not follow each other",
+    "(watched.lost[2] + 1) * (loss > self.bound)",
+    "watched.lost[2] + (loss > self.bound)",
+)
 add("the audit ignores the scale", "        site.scale * (q.float()[:, :, 0]", "        (q.float()[:, :, 0]")
 
 # ---- backend ----------------------------------------------------------------------------------------------------------
@@ -1107,7 +1113,12 @@ add(
     f"{TRIALS_MISC}::test_a_layer_that_calibration_did_not_reach_is_an_error_or_dense",
 )
 
+add = breaks("fasa_compile/calibration.py", "quality/test_layer_budgets.py")
+add("no layer is found to be dense", "dense_above is not None and row[at] > dense_above", "False")
+add("dense layers take part in sharing", "if not layer.dense]", "if layer.n_fac is None]")
+
 add = breaks("fasa_compile/calibration_stats.py", STATS)
+add("mass is counted over all keys", "held.gather(-1, keep - 1)", "held[:, -1:].expand_as(keep)")
 add("moments are merged without the means' distance", " + delta.square() * (self.n * other.n / n),", ",")
 add(
     "the spread is upside down",
@@ -1138,6 +1149,7 @@ add(
     "given[max(open_to_more, key=gain)] += STEP",
     "given[min(open_to_more, key=gain)] += STEP",
 )
+add("a pyramid falls by more than its mean", "fall = 2 * (mean - last)", "fall = 3 * (mean - last)")
 add("no gain is seen behind a plateau", "AHEAD = (1, 2, 4, 8)", "AHEAD = (1,)")
 
 add = breaks("fasa_compile/cost.py", COST)

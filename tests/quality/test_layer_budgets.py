@@ -10,6 +10,7 @@ import torch
 import fasa_compile
 from fasa_compile.calibration_budgets import STEP
 from fasa_compile.calibration_stats import LayerStats
+from fasa_compile.errors import CalibrationError
 from fasa_compile.profiles import Budget
 
 pytest.importorskip("transformers")
@@ -99,5 +100,5 @@ def test_without_asking_all_layers_have_the_same(uneven: Any) -> None:
     ],
 )
 def test_what_cannot_be_asked_for_is_an_error(model: Any, how: dict[str, Any], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
+    with pytest.raises(CalibrationError, match=error):
         calibrated(model, **how)

@@ -40,5 +40,5 @@ def test_pictures_are_drawn_from_records(tmp_path: Path) -> None:
     import plot_quality
 
     plot_quality.main(["--out", str(tmp_path)])
-    for name in ("halves", "frequencies", "mass", "budget"):
+    for name in ("methods", "mass", "frequencies", "halves", "overlap"):
         assert "</svg>" in (tmp_path / f"quality-{name}.svg").read_text()
