@@ -256,7 +256,7 @@ def measure(model: Any, name: str, cache: Any, batch: int, length: int, n_fac: i
             t.nbytes
             for runtime in backend.runtimes
             for keeper in runtime._keepers
-            for packed in keeper.caches.values()
+            for packed in keeper.layer.caches.values()
             for t in (packed.data, packed.meta, packed.hint)
         )
         row["packed_bytes_predicted"] = sum(r.packed_bytes for r in rows)

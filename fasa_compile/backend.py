@@ -32,12 +32,12 @@ from fasa_compile.fingerprint import same_weights, weights_fingerprint, weights_
 from fasa_compile.match import match
 from fasa_compile.offload import check_device, rows_of
 from fasa_compile.patterns import attention
-from fasa_compile.plan import Decision, Plan, Policy, demote, go_dense, hint, is_one, plan
+from fasa_compile.plan import Decision, Plan, Policy, demote, go_dense, hint, is_one, is_step, plan
 from fasa_compile.profiles.files import load_profile
 from fasa_compile.profiles.schema import FCProfile
 from fasa_compile.report import GraphRecord, Report, why
 from fasa_compile.rewrite import NotExpressible, Rewritten, rewrite
-from fasa_compile.runtime import Runtime, counted
+from fasa_compile.runtime import PackedCaches, Runtime, counted
 from fasa_compile.sharding import agree, communicates, shares_of
 from fasa_compile.sites import AttentionSite, NoMatch, below
 
@@ -108,12 +108,12 @@ def _attention_nodes(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def _only_prefill(nodes: Sequence[fx.Node]) -> bool:
-    """Whether every attention is an SDPA with statically more than one query: nothing to rewrite, so nothing to trace."""
+    """Whether every attention is an SDPA with statically more queries than a step has: nothing to rewrite, so nothing to trace."""
     for node in nodes:
         q = _example(node.args[0]) if node.args else None
         if "scaled_dot_product" not in str(node.target) or not isinstance(q, torch.Tensor) or q.dim() != 4:
             return False
-        if not isinstance(q.shape[2], int) or q.shape[2] == 1:
+        if not isinstance(q.shape[2], int) or is_step(q.shape[2]):
             return False
     return True
 
@@ -204,8 +204,10 @@ def _tally(planned: Plan) -> dict[str, int]:
         found["bytes_read"] = sum(d.sparse_bytes for d in planned.rewritten)
     for decision in planned.sparse:
         assert isinstance(decision.site, AttentionSite) and decision.budget is not None
-        B, _, Hkv, _, L, _, _ = (hint(n) for n in decision.site.shape)
-        found["selected_tokens"] = found.get("selected_tokens", 0) + B * Hkv * min(decision.budget.n_fac, L)
+        B, _, Hkv, S, L, _, _ = (hint(n) for n in decision.site.shape)
+        found["selected_tokens"] = found.get("selected_tokens", 0) + B * S * Hkv * min(decision.budget.n_fac, L)
+        if not is_one(decision.site.shape[3]):
+            found["multi_token_steps"] = 1
     return found
 
 
@@ -250,6 +252,7 @@ class FasaBackend:
             weakref.WeakKeyDictionary()
         )  # of checked weights
         self.graphs: list[GraphRecord] = []
+        self._packed = PackedCaches()
         self._warned: set[str] = set()
         self._made = next(_count)
         _live.add(self)
@@ -324,6 +327,7 @@ class FasaBackend:
             sorted(shadow.relied),
             example_inputs,
             tally=_tally(planned),
+            caches=self._packed,
             audit=self.audit,
             audit_bound=self.audit_bound,
             check=check,
@@ -583,7 +587,8 @@ _count = itertools.count()
 
 
 @atexit.register
-def _warn_unused() -> None:
+def warn_unused() -> None:
+    """Say of each backend that it was never called, or saw no decode step."""
     for backend in _live:
         if not backend.graphs:
             log.warning("a fasa backend was made and never called. %s", backend.explain())

@@ -11,14 +11,15 @@ from typing import Any
 _lock = threading.Lock()
 _NAMES = (
     "graphs",  # graphs Dynamo handed to the backend
-    "decode_graphs",  # of these, graphs with an attention that has one query per sequence
+    "decode_graphs",  # of these, graphs with an attention that has one query per sequence, or a few and is sparse
     "sites",  # attention nodes of the graphs that were read, matched or not; a plain prefill graph is not read
     "rewritten_sites",  # attention nodes replaced, by a sparse decode or by the exact dense kernel
     "dense_kernel_sites",  # of these, attention nodes replaced by the dense kernel
     "sparse_steps",  # calls of a graph with at least one sparse site
+    "multi_token_steps",  # of these, calls with several query tokens per sequence
     "dense_steps",  # calls of a graph that has attention and no sparse site
     "fallback_steps",  # of these, calls of a graph whose capture, rewrite or first step failed
-    "selected_tokens",  # tokens that sparse steps could attend to, over sequences, KV heads and layers: n_fac, or all there are slots for
+    "selected_tokens",  # that sparse steps could attend to, over sequences, query tokens, KV heads, layers: n_fac, or all slots there are
     "bytes_read",  # of K, V and packed FC caches by the steps of rewritten graphs, as the cost model counts them, caches full
     "state_rebuilds",  # packed FC caches made anew from K, one per layer and event
 )
@@ -36,7 +37,7 @@ WHY_REBUILT = {
 }
 #: Audits that run: each gives ``(layer, attention mass lost, audited steps)`` rows, and forgets them when told to.
 _audits: weakref.WeakSet[Any] = weakref.WeakSet()
-#: Runtimes with hot buffers: each gives ``(layer, tokens attended, fetched, without a slot)`` rows, and forgets them when told to.
+#: Layers with hot buffers: each gives ``(layer, tokens attended, fetched, without a slot)`` rows, and forgets them when told to.
 _hot: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -69,9 +70,9 @@ def decline(reason: str) -> None:
 def stats() -> dict[str, Any]:
     """Counters since the last ``reset_stats()``.
 
-    Keys: ``graphs``, ``decode_graphs``, ``sites``, ``rewritten_sites``, ``dense_kernel_sites``, ``sparse_steps``, ``dense_steps``,
-    ``fallback_steps``, ``selected_tokens``, ``bytes_read``, ``state_rebuilds`` (ints), ``rebuilt`` (a key of ``WHY_REBUILT`` -> how
-    often) and ``declined`` (reason -> number of attention sites). Every attention site that was found is either in
+    Keys: ``graphs``, ``decode_graphs``, ``sites``, ``rewritten_sites``, ``dense_kernel_sites``, ``sparse_steps``,
+    ``multi_token_steps``, ``dense_steps``, ``fallback_steps``, ``selected_tokens``, ``bytes_read``, ``state_rebuilds`` (ints),
+    ``rebuilt`` (a key of ``WHY_REBUILT`` -> how often) and ``declined`` (reason -> number of attention sites). Every attention site that was found is either in
     ``rewritten_sites`` or in ``declined``: ``sites == rewritten_sites + sum(declined.values())``. Where a backend audits, also
     ``lost_mass``: layer -> ``{"mean": ..., "steps": ...}``, the share of attention mass that selection lost (reading it waits for
     the device). Where K and V lie in host memory, also ``hot``: layer -> ``{"attended": ..., "fetched": ..., "unkept": ...}``, tokens
@@ -87,7 +88,7 @@ def stats() -> dict[str, Any]:
         hot = list(_hot)
     if hot:
         sums: dict[str, Counter[str]] = {}
-        for layer, attended, fetched, unkept in (row for runtime in hot for row in runtime.hot_rows()):
+        for layer, attended, fetched, unkept in (row for one in hot for row in one.hot_rows()):
             sums.setdefault(layer, Counter()).update(attended=attended, fetched=fetched, unkept=unkept)
         found["hot"] = {layer: dict(counts) for layer, counts in sums.items()}
     if audits:
@@ -108,10 +109,10 @@ def watch(audit: Any) -> None:
         _audits.add(audit)
 
 
-def watch_hot(runtime: Any) -> None:
-    """Have ``stats()`` read a runtime's hot buffers for as long as it lives."""
+def watch_hot(layer: Any) -> None:
+    """Have ``stats()`` read a layer's hot buffers for as long as it lives."""
     with _lock:
-        _hot.add(runtime)
+        _hot.add(layer)
 
 
 def reset_stats() -> None:
@@ -124,5 +125,5 @@ def reset_stats() -> None:
         hot = list(_hot)
     for audit in audits:
         audit.clear()
-    for runtime in hot:
-        runtime.forget_hot_counts()
+    for layer in hot:
+        layer.forget_hot_counts()

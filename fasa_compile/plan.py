@@ -1,8 +1,9 @@
 """Plan: attention sites + profile + shapes -> one decision per site. Pure data; nothing is edited and nothing runs.
 
-A decode site becomes ``sparse``; or ``dense-kernel``, exact attention by one grouped-query kernel that reads each valid token
-once; or stays ``dense``, as the model has it. With a profile the dense kernel stands in on a GPU wherever a decode site that could
-be rewritten is not worth it sparsely; without one (``fasa_backend(None)``) every such site gets it.
+A decode site has one query token per sequence, or a few (``STEP_TOKENS``). It becomes ``sparse``; or ``dense-kernel``, exact
+attention of one token by one grouped-query kernel that reads each valid token once; or stays ``dense``, as the model has it. With a
+profile the dense kernel stands in on a GPU wherever a decode site that could be rewritten is not worth it sparsely; without one
+(``fasa_backend(None)``) every such site gets it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fasa_compile.triton_kernels.hot_slots import HotSize, fac_parts, hot_bytes
 
 #: Why a matched attention stays dense. Keys are stable; with ``sites.REASONS`` they are all the reasons there are.
 WHY_DENSE: dict[str, str] = {
-    "prefill": "more than one query per sequence: prefill and verification steps stay dense",
+    "prefill": "more query tokens per sequence than a step has (16), or several for which nothing is to be selected",
     "no-cache": "no cached keys: there is nothing to select from",
     "within-budget": "the cache holds no more tokens than the budget, so dense attention reads as little",
     "below-break-even": "dense attention is expected to be faster at this length of the cache (dense_below=0 has it sparse)",
@@ -44,6 +45,9 @@ WHY_DENSE: dict[str, str] = {
     "audit-bound": "selection kept losing more of this layer's attention mass than audit_bound allows, so it went dense while decoding",
     "step-failed": "the rewritten graph failed before or in its first step (kept as the detail); the model's own graph took over",
 }
+
+#: The most query tokens per sequence that a call is taken for a decode step with: speculative verification, not a prompt.
+STEP_TOKENS = 16
 
 #: How the packed FC cache of a site is kept: in step with the model's own cache write, made anew from K in every step, or
 #: not at all (scores are taken from K itself).
@@ -101,7 +105,7 @@ class Plan:
     """Decisions for one graph, in the order of its attention nodes."""
 
     decisions: tuple[Decision, ...]
-    decode: bool  # whether some attention of the graph has one query per sequence and more keys than that
+    decode: bool  # whether some attention of the graph has one query per sequence and a cache, or a few and is sparse
 
     @property
     def sparse(self) -> tuple[Decision, ...]:
@@ -162,6 +166,14 @@ def is_one(size: Any) -> bool:
     return isinstance(size, int) and size == 1
 
 
+def is_step(tokens: Any) -> bool:
+    """Whether a call with so many query tokens per sequence is a decode step. Where the number is symbolic, asking guards the graph:
+    it serves the numbers on this side of the limit, and Dynamo compiles another one for the others."""
+    if not isinstance(tokens, int) and not tokens.node.has_hint():
+        return False  # a number that only data tells: nothing can guard it
+    return bool(tokens <= STEP_TOKENS)
+
+
 def hint(size: Any) -> int:
     """A size as a number: the example's value where it is symbolic. For reports only, never for decisions."""
     if isinstance(size, int):
@@ -203,10 +215,13 @@ def _state_kind(site: AttentionSite, data: bool) -> StateKind:
 def _cost(
     site: AttentionSite, budget: Budget, fc_bytes: int, width: int, state: StateKind, on: Card | None = None
 ) -> Cost:
-    B, Hq, Hkv, _, L, D, Dv = (hint(s) for s in site.shape)
+    """Of a step of S query tokens: what one of S times as many sequences costs, since each token selects and reads for itself. Only
+    K, V and their packed cache are there once."""
+    B, Hq, Hkv, S, L, D, Dv = (hint(s) for s in site.shape)
     key = site.k.node.meta["val"]
-    shape = Shape(B, L, Hkv, Hq // Hkv, D, Dv, key.dtype.itemsize, budget.n_fac, width, fc_bytes)
-    return cost_of(shape, on or card(key.device), kept=state == "packed", packs=state == "repacked")
+    shape = Shape(B * S, L, Hkv, Hq // Hkv, D, Dv, key.dtype.itemsize, budget.n_fac, width, fc_bytes)
+    cost = cost_of(shape, on or card(key.device), kept=state == "packed", packs=state == "repacked")
+    return replace(cost, dense_bytes=cost.dense_bytes // S, packed_bytes=cost.packed_bytes // S)
 
 
 def priced(decision: Decision, on: Card) -> Cost | None:
@@ -262,10 +277,11 @@ def _decide(
 ) -> Decision:
     if isinstance(site, NoMatch):
         return Decision(site, "dense", site.reason, site.detail)
-    if not is_one(site.shape[3]):
-        return Decision(site, "dense", "prefill")
+    one = is_one(site.shape[3])
     if site.cache.kind == "none":
-        return Decision(site, "dense", "no-cache")
+        return Decision(site, "dense", "no-cache" if one else "prefill")
+    if not one and (refusal := _why_no_step(site, policy, grad)):
+        return Decision(site, "dense", "prefill", refusal)
     if grad:
         return Decision(site, "dense", "requires-grad")
     if autocast:
@@ -309,7 +325,7 @@ def _decide(
         fc_format=fmt,
         reduction=reduction,
         hosted=hosted,
-        hot=_hot_size(site, budget, policy) if hosted and policy.offload and state == "packed" else None,
+        hot=_hot_size(site, budget, policy) if hosted and policy.offload and state == "packed" and one else None,
         cost=cost,
     )
     if policy.profile is None:
@@ -329,20 +345,33 @@ def _decide(
     return decision
 
 
+def _why_no_step(site: AttentionSite, policy: Policy, grad: bool) -> str:
+    """Why a call with several query tokens over a cache is left to the model; "" where it is a step."""
+    if grad:
+        return "gradients are being recorded"
+    if policy.profile is None:
+        return "exact attention of several query tokens is the model's own"
+    if site.shard is not None:
+        return "tokens that lie on several processes are attended to by one query token at a time"
+    if site.is_causal:
+        return "is_causal=True has query token s attend to the first s + 1 keys alone, wherever the new ones are"
+    return "" if is_step(site.shape[3]) else f"{hint(site.shape[3])} query tokens"
+
+
 def _shares_nothing(site: AttentionSite) -> bool:
     """Whether the model's own attention reads what the dense kernel would: one KV head per query head and no mask."""
     return site.anchor == "sdpa" and site.mask is None and site.sinks is None and site.shape[1] == site.shape[2]
 
 
 def _exact(decision: Decision, reason: str, detail: str = "", *, always: bool = False) -> Decision:
-    """The decision as exact attention: by the dense kernel on a GPU (``always``: anywhere), unless that gains nothing. Where tokens lie
-    on several processes it always gains: the model's own attention gathers them all."""
+    """The decision as exact attention: of one token by the dense kernel on a GPU (``always``: anywhere), unless that gains nothing.
+    Where tokens lie on several processes it always gains: the model's own attention gathers them all."""
     site = decision.site
     assert isinstance(site, AttentionSite)
     dense = _dense(decision, reason, detail)
     if always or site.shard is not None:
         return replace(dense, action="dense-kernel")
-    if not on_gpu(site):
+    if not on_gpu(site) or not is_one(site.shape[3]):
         return dense
     if _shares_nothing(site):
         return _dense(decision, "no-gain") if reason == "dense-mode" else dense
@@ -397,5 +426,7 @@ def plan(
         )
         for site in sites
     )
-    decode = any(isinstance(s, AttentionSite) and _wants_decode(s) for s in sites)
+    decode = any(
+        isinstance(d.site, AttentionSite) and (d.action == "sparse" or _wants_decode(d.site)) for d in decisions
+    )
     return Plan(decisions, decode)

@@ -42,6 +42,7 @@ class Row:
     host_bytes: int  # of K and V there
     break_even: int | None  # the shortest cache that is expected to be read no slower sparsely
     n_fc: int = 0  # frequency chunks of a head; its dims where it has no rotary embedding
+    tokens: int = 1  # query tokens per sequence; of a graph that serves several numbers, the one it was traced with
     dominant: tuple[tuple[int, ...], ...] = ()  # per KV head the chunks that score its tokens
     trace: tuple[str, ...] = ()  # of a refused attention: what was read before, one line a step
 
@@ -86,7 +87,7 @@ def _row(graph: int, decision: Decision) -> Row:
     text = f"{budget.n_fac} ({budget.n_sink}+{budget.n_recent})" if budget is not None else ""
     if not isinstance(site, AttentionSite):
         return Row(rope="", cache="", heads="", budget="", trace=site.trace, **common)
-    _, Hq, Hkv, _, _, D, _ = (hint(s) for s in site.shape)
+    _, Hq, Hkv, T, _, D, _ = (hint(s) for s in site.shape)
     rope = f"{site.rope.kind} {site.rope.rotary_dim}/{D}" if site.rope.pairs else ""
     if not site.rope.pairs and decision.action == "sparse":
         rope = "none: single dims"
@@ -101,6 +102,7 @@ def _row(graph: int, decision: Decision) -> Row:
         cache=cache,
         heads=f"{Hq}/{Hkv} x {D}",
         budget=text,
+        tokens=T,
         n_fc=len(decision.profile.rope.chunks) if decision.profile is not None else len(site.rope.pairs),
         dominant=tuple(tuple(head) for head in chosen),
         **common,
@@ -236,6 +238,8 @@ class Report:
         cells = []
         for r in rows:
             decision = r.decision if not r.reason else f"{r.decision}: {r.reason}"
+            if r.decision == "sparse" and r.tokens > 1:
+                decision += f", {r.tokens} tokens at once"
             cells.append(
                 [
                     r.layer,

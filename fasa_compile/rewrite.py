@@ -20,7 +20,7 @@ from torch import fx
 from torch._dynamo.source import ConstantSource
 
 from fasa_compile.capture import Shadow, may_write
-from fasa_compile.plan import Decision, Plan
+from fasa_compile.plan import Decision, Plan, is_one
 from fasa_compile.sites import AttentionSite, Expr, Shard
 from fasa_compile.triton_kernels import ops, reference, sharded_decode
 from fasa_compile.triton_kernels.formats import fc_cache_spec
@@ -222,6 +222,7 @@ def _extra_inputs(shadow: Shadow, decision: Decision, audit: bool) -> list[Extra
     biased = not site.rope.pairs and site.mask_kind == "additive"  # the audit sees no bias by distance
     if (
         audit
+        and is_one(site.shape[3])
         and not biased
         and site.shard is None
         and decision.state == "packed"
@@ -284,7 +285,7 @@ def _emit_site(emit: Emitter, decision: Decision, inputs: dict[str, fx.Node], bo
 
 
 def _replace(emit: Emitter, site: AttentionSite, result: fx.Node) -> None:
-    """Puts the canonical ``result [B, Hq, 1, Dv]`` where the site's attention was."""
+    """Puts the canonical ``result [B, Hq, T, Dv]`` where the site's attention was."""
     at = site.output
     result = emit.steps(result, site.output_steps, at)
     old = emit.nodes[at]

@@ -4,7 +4,8 @@ The packed FC cache is a cache of the model's K cache, so the question is always
 writes to a tensor (``Tensor._version``), through views too. A packed cache carries the count at which it agreed with K; if K
 is another tensor now, or has been written since by anybody but the graph that keeps the two in step, it is made anew from K
 before the step. Where PyTorch does not count (tensors made in inference mode, the user's own CUDA-graph capture) it is made
-anew every time. Packed caches are kept per K tensor, so that two caches used in turn do not evict each other, and die with it.
+anew every time. Packed caches are kept per K tensor, so that two caches used in turn do not evict each other, and die with it. The
+graphs of a backend share them: a step of one token and one of several, in turn on one K, both keep it in step.
 """
 
 from __future__ import annotations
@@ -70,19 +71,96 @@ class PackedCache:
             self.values_version = v._version
 
 
+class _Layer:
+    """The packed caches of one layer, by the id of the K tensor, for all graphs that pack and read it alike."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.caches: dict[int, PackedCache] = {}
+        self.keepers: weakref.WeakSet[_Keeper] = weakref.WeakSet()
+
+    def forget(self, key: int) -> Callable[[Any], None]:
+        """What drops the cache of K tensor ``key`` when that tensor is gone."""
+        own = weakref.ref(self)
+
+        def drop(_: Any) -> None:
+            layer = own()
+            if layer is not None:
+                gone = layer.caches.pop(key, None)
+                for keeper in list(layer.keepers):
+                    if keeper.current is gone:
+                        keeper.bind(None)
+
+        return drop
+
+    def distrust(self) -> None:
+        for packed in self.caches.values():
+            packed.version = _UNTRACKED
+
+    def hot_rows(self) -> list[tuple[str, int, int, int]]:
+        """Of each hot buffer: layer, tokens attended to, of these fetched from host memory, and of those without a slot; over all
+        steps of the caches that live. Waits for the device."""
+        found = []
+        for packed in list(self.caches.values()):
+            if packed.ledger is not None:
+                sums = packed.ledger.sum((0, 1, 2), dtype=torch.int64).tolist()
+                found.append((self.name, sums[ATTENDED], sums[FETCHED], sums[UNKEPT]))
+        return found
+
+    def forget_hot_counts(self) -> None:
+        """Set the hot buffers' counts to zero."""
+        for packed in list(self.caches.values()):
+            if packed.ledger is not None:
+                packed.ledger[..., ATTENDED:].zero_()
+
+
+class PackedCaches:
+    """The packed caches of a backend's graphs, and the lock that a step holds while it reads and writes them."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._layers: weakref.WeakValueDictionary[Any, _Layer] = weakref.WeakValueDictionary()
+        _stores.add(self)
+
+    def layer(self, decision: Decision) -> _Layer:
+        """Where the packed caches of a site are; another site's with the same layer, format and way from buffer to keys."""
+        site, profile = decision.site, decision.profile
+        assert isinstance(site, AttentionSite) and profile is not None
+        key = (profile.layer, decision.fc_format, str(site.cache.k_steps), decision.hot)
+        found = self._layers.get(key)
+        if found is None:
+            found = self._layers[key] = _Layer(site.layer)
+            if decision.hot is not None:
+                watch_hot(found)
+        return found
+
+    def in_a_forked_child(self) -> None:
+        """Another thread's step, whose lock this process has a copy of, does not exist here: the lock is nobody's, the state unknown."""
+        if self.lock.locked():
+            self.lock = threading.Lock()
+            for layer in list(self._layers.values()):
+                layer.distrust()
+
+
 class _Keeper:
     """Keeps the packed caches of one site in step with whatever K tensors the site is called with."""
 
     def __init__(
-        self, decision: Decision, constants: dict[str, torch.Tensor], k_input: int, bound: list[torch.Tensor | None]
+        self,
+        decision: Decision,
+        constants: dict[str, torch.Tensor],
+        k_input: int,
+        bound: list[torch.Tensor | None],
+        layer: _Layer,
     ) -> None:
         self.decision = decision
+        self.layer = layer
+        layer.keepers.add(self)
         self.bound = bound  # the runtime's extra inputs
         self.places: dict[str, int] = {}  # of these, where the state of this site goes, by role
         self.constants = constants
         self.k_input = k_input
         self.current: PackedCache | None = None
-        self.caches: dict[int, PackedCache] = {}
 
     def bind(self, packed: PackedCache | None) -> None:
         """Make ``packed`` the one that the graph is called with."""
@@ -97,25 +175,13 @@ class _Keeper:
             k = op(k, *arguments)
         return k  # [B, Hkv, L, D]
 
-    def _forget(self, key: int) -> Callable[[Any], None]:
-        own = weakref.ref(self)
-
-        def drop(_: Any) -> None:
-            keeper = own()
-            if keeper is not None:
-                gone = keeper.caches.pop(key, None)
-                if keeper.current is gone:
-                    keeper.bind(None)
-
-        return drop
-
     def _allocate(self, k: torch.Tensor) -> PackedCache:
         B, Hkv, L, _ = self._canonical(k).shape
         width = self.constants["dims"].shape[1]
         spec = (*fc_cache_spec(B, Hkv, L, width, self.decision.fc_format), ops.sparse_decode_state(B, Hkv))
         with torch.inference_mode(False):
             data, meta, hint = (torch.zeros(shape, dtype=dtype, device=k.device) for shape, dtype in spec)
-        packed = PackedCache(weakref.ref(k, self._forget(id(k))), data, meta, hint, frozen=k.is_inference())
+        packed = PackedCache(weakref.ref(k, self.layer.forget(id(k))), data, meta, hint, frozen=k.is_inference())
         if self.decision.hot is not None:
             D, Dv = (self.decision.site.shape[i] for i in (5, 6))  # type: ignore[union-attr]
             with torch.inference_mode(False):
@@ -123,13 +189,13 @@ class _Keeper:
                     torch.zeros(shape, dtype=dtype, device=k.device)
                     for shape, dtype in hot_spec(B, Hkv, self.decision.hot, D, Dv, k.dtype)
                 )
-        self.caches[id(k)] = packed
+        self.layer.caches[id(k)] = packed
         return packed
 
     def refresh(self, k: torch.Tensor, *, capturing: bool) -> PackedCache:
         """The packed cache of ``k``, made anew from it."""
         canonical = self._canonical(k)
-        packed = self.caches.get(id(k))
+        packed = self.layer.caches.get(id(k))
         why = "uncounted" if capturing else _why_stale(packed, k)
         stale = packed is None or packed.key() is not k or packed.data.device != k.device
         if packed is None or stale or packed.data.shape[:3] != canonical.shape[:3]:
@@ -194,7 +260,7 @@ class _Number:
 class Runtime:
     """What a backend returns to Dynamo for a rewritten graph: called with the graph's inputs, returns its outputs.
 
-    One step at a time runs under a lock, since the step reads and writes the packed caches. After an exception they count as
+    One step of a backend at a time runs, under a lock, since it reads and writes the packed caches. After an exception they count as
     unknown and are made anew from K. Where packing or the graph's first step fails, the model's own graph runs that step and all
     later ones (``fallback``); an interrupt, an error of memory inside the graph and a failure in a later step are raised.
     """
@@ -207,6 +273,7 @@ class Runtime:
         example_inputs: Sequence[Any] = (),
         *,
         tally: Mapping[str, int],
+        caches: PackedCaches,
         audit: int = 0,
         audit_bound: float | None = None,
         check: Callable[[], None] | None = None,
@@ -222,8 +289,7 @@ class Runtime:
         self._ran = False  # whether the rewritten graph has run to its end once
         self._tally = tally  # what a step adds to the counters
         self._relied = [_Number(i, example_inputs[i]) for i in relied if isinstance(example_inputs[i], torch.Tensor)]
-        self._lock = threading.Lock()
-        _live.add(self)
+        self._caches = caches
         self._keepers: list[_Keeper] = []
         self._extra: list[torch.Tensor | None] = []  # constants of the profile, and what the keepers bind
         self._cuda = any(item.fake.is_cuda for item in extra)
@@ -237,7 +303,11 @@ class Runtime:
             elif item.role in STATE_ROLES:
                 if item.role == "data":
                     assert site.cache.k_input is not None
-                    self._keepers.append(_Keeper(decision, constants[site.index], site.cache.k_input, self._extra))
+                    self._keepers.append(
+                        _Keeper(
+                            decision, constants[site.index], site.cache.k_input, self._extra, caches.layer(decision)
+                        )
+                    )
                 self._keepers[-1].places[item.role] = position
                 self._extra.append(None)
             elif item.role in AUDIT_ROLES:
@@ -248,8 +318,6 @@ class Runtime:
                 value = profile_constant(decision, item.role).to(item.fake.device)
                 constants.setdefault(site.index, {})[item.role] = value
                 self._extra.append(value)
-        if any(keeper.decision.hot is not None for keeper in self._keepers):
-            watch_hot(self)
         self._audit = Audit(audit, audit_bound) if left else None
         for number, keeper in enumerate(self._keepers):
             found = left.get(keeper.decision.site.index)
@@ -259,7 +327,7 @@ class Runtime:
     def __call__(self, *arguments: Any) -> Any:
         if self._successor is not None:
             return self._successor(*arguments)
-        with self._lock:
+        with self._caches.lock:
             if self._gave_up:
                 return self._dense(arguments)
             for number in self._relied:
@@ -298,8 +366,8 @@ class Runtime:
         self._successor = make(lossy, arguments)
         if self._successor is not None:
             for keeper in self._keepers:
-                keeper.caches.clear()
                 keeper.bind(None)
+            self._keepers = []  # their packed caches live on where another graph uses them
 
     def _bind(self, arguments: Sequence[Any], capturing: bool) -> bool:
         """Binds a packed cache that agrees with K to every site; whether one was made anew that will be kept."""
@@ -308,7 +376,7 @@ class Runtime:
             k = arguments[keeper.k_input]
             packed = keeper.current
             if packed is None or capturing or not packed.agrees(k):
-                packed = keeper.caches.get(id(k))
+                packed = keeper.layer.caches.get(id(k))
                 if packed is None or capturing or not packed.agrees(k):
                     packed = keeper.refresh(k, capturing=capturing)
                     anew |= not packed.frozen
@@ -330,7 +398,7 @@ class Runtime:
         put_back(arguments, saved)
         self._gave_up = True
         for keeper in self._keepers:
-            keeper.caches.clear()
+            keeper.layer.caches.clear()
             keeper.bind(None)
         return self._dense(arguments)
 
@@ -349,44 +417,22 @@ class Runtime:
 
     def _distrust(self) -> None:
         for keeper in self._keepers:
-            for packed in keeper.caches.values():
-                packed.version = _UNTRACKED
-
-    def hot_rows(self) -> list[tuple[str, int, int, int]]:
-        """Of each hot buffer: layer, tokens attended to, of these fetched from host memory, and of those without a slot; over all
-        steps of the caches that live. Waits for the device."""
-        found = []
-        for keeper in self._keepers:
-            for packed in list(keeper.caches.values()):
-                if packed.ledger is not None:
-                    sums = packed.ledger.sum((0, 1, 2), dtype=torch.int64).tolist()
-                    found.append((keeper.decision.site.layer, sums[ATTENDED], sums[FETCHED], sums[UNKEPT]))
-        return found
-
-    def forget_hot_counts(self) -> None:
-        """Set the hot buffers' counts to zero."""
-        for keeper in self._keepers:
-            for packed in list(keeper.caches.values()):
-                if packed.ledger is not None:
-                    packed.ledger[..., ATTENDED:].zero_()
+            keeper.layer.distrust()
 
     def invalidate(self) -> None:
         """Have every packed cache made anew from K in the next step."""
         if isinstance(self._successor, Runtime):
             self._successor.invalidate()
-        with self._lock:
+        with self._caches.lock:
             self._distrust()
 
 
-_live: weakref.WeakSet[Runtime] = weakref.WeakSet()
+_stores: weakref.WeakSet[PackedCaches] = weakref.WeakSet()
 
 
 def _in_a_forked_child() -> None:
-    """Another thread's step, whose lock this process has a copy of, does not exist here: its lock is nobody's, its state unknown."""
-    for runtime in _live:
-        if runtime._lock.locked():
-            runtime._lock = threading.Lock()
-            runtime._distrust()
+    for store in _stores:
+        store.in_a_forked_child()
 
 
 if hasattr(os, "register_at_fork"):

@@ -3,7 +3,7 @@
 Dimension letters, used throughout the package:
 
     B    batch                         L    cached tokens (the length of the K/V the attention reads)
-    Hq   query heads                   T    new tokens in this call (1 when decoding)
+    Hq   query heads                   T    new tokens in this call (1 when decoding, a few when verifying)
     Hkv  key/value heads               D    dims of a query/key head      Dv  dims of a value head
     G    Hq // Hkv, the query group    R    rotated dims of a head (2 per frequency chunk)
     W    dominant dims kept per KV head: 2 * n_tip, and n_tip single ones where there is no rotary embedding

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .bounds import allowed_by
 from .launch import admit_successor, wait_for_predecessor
-from .score import BELOW, BINS, LAST, deal, dealt_token, row_bounds
+from .score import BELOW, BINS, LAST, deal, dealt_token, owner, row_bounds
 
 
 @triton.jit
@@ -231,10 +231,11 @@ def store_part(
 @triton.jit
 def select_tokens(
     hint, keys, codes, bins, window, kept, kept_count, row, split, first, stop, base, share, n_fac,
-    MASK_KIND: tl.constexpr, HAS_HINT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
+    HKV: tl.constexpr, MASK_KIND: tl.constexpr, HAS_HINT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Writes which tokens of a program's part of the context are kept, in order, to its ``kept``; returns how many. The first
-    program of a row also writes the next window's place to ``hint``."""
+    program of a row also writes the next window's place to ``hint``: of a sequence's query tokens, the last one's."""
     # The first codes are on their way while the bins are read. A thread has V neighbours of each tile, and counts what it keeps
     # of the tile without the others.
     LANES: tl.constexpr = 128 if BLOCK_K >= 512 else BLOCK_K // 4
@@ -269,7 +270,10 @@ def select_tokens(
     if by_bin == 0:
         hi_level, lo, below = find_threshold(keys, n_fac, first, stop, 2048)
 
-    if HAS_HINT and split == 0:
+    writes_hint = split == 0
+    if TOKENS > 1:
+        writes_hint &= row // HKV % TOKENS == TOKENS - 1
+    if HAS_HINT and writes_hint:
         # The next window: this threshold where its bins begin to be dense. Bins widen when it has moved by many of them and narrow
         # slowly when by few, so that the window spans several times what the threshold moves in a step. (``threshold.py`` repeats
         # this.)
@@ -286,8 +290,9 @@ def select_tokens(
         factor = tl.where(cell * 12 > n_fac, tl.where(cell * 4 > n_fac, 0.25, 0.5), factor)
         width *= tl.where(inside_window, factor, 1.0)
         width = tl.where((inside_window == 0) & (by_bin == 0), tl.maximum(2.0 * width, 0.0625), width)
-        tl.store(hint + row * 2, level)
-        tl.store(hint + row * 2 + 1, tl.minimum(tl.maximum(width, 0.000244140625), 16.0))
+        at_hint = hint + owner(row, HKV, TOKENS) * 2
+        tl.store(at_hint, level)
+        tl.store(at_hint + 1, tl.minimum(tl.maximum(width, 0.000244140625), 16.0))
 
     # This program's part of the context: which of its tokens are kept, in order.
     mine = tl.full((), 0, tl.int32)
@@ -324,13 +329,15 @@ def fac_kernel(
     MASK_KIND: tl.constexpr, PER_HEAD: tl.constexpr, HAS_BOUNDS: tl.constexpr, HAS_HINT: tl.constexpr,
     HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, GIVEN: tl.constexpr,
-    EARLY: tl.constexpr,
+    TOKENS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (SPLITS, B * HKV). ``kept [B * HKV, SPLITS, room]`` int32 receives the selected tokens of each program's part of
-    the context and ``kept_count [B * HKV, SPLITS]`` their number. GIVEN: they hold a selection already."""
+    """Grid (SPLITS, rows), TOKENS rows to a sequence and KV head (``tokens``). ``kept [rows, SPLITS, room]`` int32 receives the
+    selected tokens of each program's part of the context and ``kept_count [rows, SPLITS]`` their number. GIVEN: they hold a
+    selection already."""
     split = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     b, h = row // HKV, row % HKV
+    own = b // TOKENS
     first, stop = row_bounds(bounds, b, stride_bounds, L, HAS_BOUNDS)
     base, share = deal(first, stop, SPLITS, 32)  # short runs: a stretch of good tokens is shared among programs
     q1, q2 = load_query(q, b, h, stride_qb, stride_qh, stride_qd, G, GP, D, D1, D2, WIDE)
@@ -344,7 +351,7 @@ def fac_kernel(
     else:
         mine = select_tokens(
             hint, keys, codes, bins, window, kept, kept_count, row, split, first, stop, base, share, n_fac,
-            MASK_KIND, HAS_HINT, SPLITS, BLOCK_K,
+            HKV, MASK_KIND, HAS_HINT, SPLITS, BLOCK_K, TOKENS,
         )  # fmt: skip
     m_i = tl.full((GP,), -float("inf"), tl.float32)
     l_i = tl.zeros((GP,), tl.float32)
@@ -363,7 +370,7 @@ def fac_kernel(
         )  # fmt: skip
         m_i, l_i, acc = attend_tile(
             q1, q2, m_i, l_i, acc,
-            k + b * stride_kb + h * stride_kh + chosen * stride_kt, v + b * stride_vb + h * stride_vh + chosen * stride_vt,
+            k + own * stride_kb + h * stride_kh + chosen * stride_kt, v + own * stride_vb + h * stride_vh + chosen * stride_vt,
             inside, valid, bias, factor, softcap, stride_kd, stride_vd, D, D1, D2, DV, DVP, SOFTCAP,
         )  # fmt: skip
     admit_successor(EARLY)

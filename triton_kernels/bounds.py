@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import BOOL_MASK, mask_arguments, on_device
+from .tokens import four_dims, token_rows
 
 
 @triton.jit
@@ -26,7 +27,7 @@ def allowed_by(m, BOOL: tl.constexpr):
 def bounds_kernel(
     mask, out, stride_b, stride_h, stride_t, H, L, BOOL: tl.constexpr, BLOCK_T: tl.constexpr
 ):  # fmt: skip
-    """Grid (B,). Scans all heads' rows of the mask of one batch row."""
+    """Grid (rows,). Scans all heads' rows of the mask of one query token."""
     b = tl.program_id(0).to(tl.int64)
     first = tl.full((BLOCK_T,), 2147483647, tl.int32)
     stop = tl.zeros((BLOCK_T,), tl.int32)
@@ -45,7 +46,7 @@ def bounds_kernel(
 
 def mask_bounds(mask: Tensor, L: int) -> Tensor:
     """``reference.mask_bounds`` as a kernel."""
-    m = mask_arguments(mask)
+    m = mask_arguments(token_rows(four_dims(mask)))
     assert m.tensor is not None
     B, heads = m.tensor.shape[:2]
     out = torch.empty((B, 2), dtype=torch.int32, device=mask.device)

@@ -25,6 +25,7 @@ from .launch import (
 )
 from .pack import bytes_view, pack_sizes, pack_slots
 from .score import row_bounds
+from .tokens import as_rows, from_rows
 
 
 @triton.jit
@@ -40,18 +41,21 @@ def dense_kernel(
     SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_SLOTS: tl.constexpr, COLUMNS: tl.constexpr, META: tl.constexpr,
     W: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, FMT: tl.constexpr, LIMIT: tl.constexpr,
-    EARLY: tl.constexpr,
+    TOKENS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (SPLITS, B * HKV): each program attends to an equal run of the row's valid range. With slots there is one program
-    more to a row: it refreshes these rows of the packed FC cache, which nobody reads here but the next step may."""
+    """Grid (SPLITS, rows), TOKENS rows to a sequence and KV head (``tokens``): each program attends to an equal run of the row's
+    valid range. With slots there is one program more to a row: it refreshes its share of these rows of the packed FC cache, which
+    nobody reads here but the next step may."""
     wait_for_predecessor(EARLY)
     split = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     b, h = row // HKV, row % HKV
+    own = b // TOKENS
     if HAS_SLOTS and split == SPLITS:
         pack_slots(
-            k + b * stride_kb + h * stride_kh, slots + b * stride_slots, data, meta, dims + h * W, centre + h * W,
-            spread + h * W, row, L, n_slots, stride_kt, stride_kd, COLUMNS, META, W, HALF, HALF_P, FMT, LIMIT,
+            k + own * stride_kb + h * stride_kh, slots + own * stride_slots, data, meta, dims + h * W, centre + h * W,
+            spread + h * W, own * HKV + h, L, b % TOKENS, n_slots, TOKENS, stride_kt, stride_kd, COLUMNS, META,
+            W, HALF, HALF_P, FMT, LIMIT,
         )  # fmt: skip
         return
     first, stop = row_bounds(bounds, b, stride_bounds, L, HAS_BOUNDS)
@@ -78,7 +82,7 @@ def dense_kernel(
             seen = tl.max(valid.to(tl.int32), axis=0) > 0
         m_i, l_i, acc = attend_tile(
             q1, q2, m_i, l_i, acc,
-            k + b * stride_kb + h * stride_kh + token * stride_kt, v + b * stride_vb + h * stride_vh + token * stride_vt,
+            k + own * stride_kb + h * stride_kh + token * stride_kt, v + own * stride_vb + h * stride_vh + token * stride_vt,
             seen, valid, bias, factor, softcap, stride_kd, stride_vd, D, D1, D2, DV, DVP, SOFTCAP,
         )  # fmt: skip
     admit_successor(EARLY)
@@ -165,7 +169,9 @@ def dense_decode(
     refresh: Refresh | None = None,
 ) -> Tensor:
     """``reference.dense_decode`` as kernels. Without ``bounds`` the whole cache is scanned, masked tokens unread."""
-    B, Hq, _, _ = q.shape
+    S = q.shape[2]
+    q, mask, bounds = as_rows(q, mask, bounds)
+    B, Hq = q.shape[:2]
     Hkv, L, DV = k.shape[1], k.shape[2], v.shape[3]
     m = mask_arguments(mask)
     sizes = attend_sizes(q, k, v)
@@ -182,10 +188,10 @@ def dense_decode(
             q, k, v, m.tensor, bounds, out, part, sinks, *strides_of(q, k, v, m, bounds),
             L, scale, softcap, **sizes, MASK_KIND=m.kind, PER_HEAD=m.per_head, HAS_BOUNDS=bounds is not None,
             HAS_SINKS=sinks is not None, SOFTCAP=softcap != 0.0, SPLITS=splits, BLOCK_N=block,
-            **(_NO_REFRESH if refresh is None else refresh.kernel_arguments()), EARLY=device.early, num_warps=4, num_stages=2,
-            launch_pdl=device.early,
+            **(_NO_REFRESH if refresh is None else refresh.kernel_arguments()), TOKENS=S, EARLY=device.early, num_warps=4,
+            num_stages=2, launch_pdl=device.early,
         )  # fmt: skip
         partition_alike(launched)
         if splits > 1:
             merge(part, sinks, out, splits, sizes)
-    return out
+    return from_rows(out, S)

@@ -120,7 +120,7 @@ def fetching_fac_kernel(
     else:
         mine = select_tokens(
             hint, keys, codes, bins, window, kept, kept_count, row, split, first, stop, base, share, n_fac,
-            MASK_KIND, HAS_HINT, SPLITS, BLOCK_K,
+            HKV, MASK_KIND, HAS_HINT, SPLITS, BLOCK_K, 1,
         )  # fmt: skip
     fetch_missing(
         k, v, hot, tags + mine_at * C, ledger + mine_at * 4, kept, place, slots + b * stride_slots, n_slots, mine, L,

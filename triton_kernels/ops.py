@@ -24,9 +24,10 @@ from torch import Tensor
 
 from . import reference, sharded_decode
 from .formats import fc_cache_spec
+from .tokens import four_dims, from_rows
 
 #: Raise it with every change of what a kernel computes or of how it is called.
-KERNEL_VERSION = 5
+KERNEL_VERSION = 6
 
 #: Columns of ``hint``: the last threshold and the width of a bin around it (base-2 log units of the keys).
 HINT_COLUMNS = 2
@@ -181,6 +182,12 @@ for _name, _cpu, _cuda in (
     _LIBRARY.impl(_name, _cuda, "CUDA")
 
 
+def _empty_result(q: Tensor, v: Tensor) -> Tensor:
+    """A tensor of a decode's result, with its strides."""
+    B, Hq, S, _ = q.shape
+    return from_rows(q.new_empty((B * S, Hq, 1, v.shape[3])), S)
+
+
 @torch.library.register_fake("fasa::pack", lib=_LIBRARY)
 def _(k: Tensor, dims: Tensor, centre: Tensor, spread: Tensor, fmt: str, version: int) -> tuple[Tensor, Tensor]:
     (shape, dtype), (meta_shape, meta_dtype) = fc_cache_spec(k.shape[0], k.shape[1], k.shape[2], dims.shape[1], fmt)
@@ -194,17 +201,18 @@ def _(*args: Any) -> None:
 
 @torch.library.register_fake("fasa::mask_bounds", lib=_LIBRARY)
 def _(mask: Tensor, L: int, version: int) -> Tensor:
-    return mask.new_empty((mask.shape[0] if mask.dim() == 4 else 1, 2), dtype=torch.int32)
+    B, _, S, _ = four_dims(mask).shape
+    return mask.new_empty((B * S, 2), dtype=torch.int32)
 
 
 @torch.library.register_fake("fasa::sparse_decode", lib=_LIBRARY)
 def _(q: Tensor, k: Tensor, v: Tensor, *args: Any, **how: Any) -> Tensor:
-    return q.new_empty((q.shape[0], q.shape[1], 1, v.shape[3]))
+    return _empty_result(q, v)
 
 
 @torch.library.register_fake("fasa::dense_decode", lib=_LIBRARY)
 def _(q: Tensor, k: Tensor, v: Tensor, *args: Any, **how: Any) -> Tensor:
-    return q.new_empty((q.shape[0], q.shape[1], 1, v.shape[3]))
+    return _empty_result(q, v)
 
 
 @torch.library.register_fake("fasa::gather_sequence", lib=_LIBRARY)

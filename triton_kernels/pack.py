@@ -104,12 +104,13 @@ def pack_tile(
 
 @triton.jit
 def pack_slots(
-    k, slots, data, meta, dims, centre, spread, row, L, n_slots, stride_kt, stride_kd,
+    k, slots, data, meta, dims, centre, spread, row, L, first, n_slots, STEP: tl.constexpr, stride_kt, stride_kd,
     COLUMNS: tl.constexpr, META: tl.constexpr,
     W: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, FMT: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Packs the tokens in ``slots`` of one row; ``k, slots, dims, centre, spread`` point at the row's own."""
-    for number in range(n_slots):
+    """Packs every STEP-th of the tokens in ``slots`` of one row from the ``first`` on; ``k, slots, dims, centre, spread`` point at the
+    row's own."""
+    for number in range(first, n_slots, STEP):
         slot = tl.load(slots + number).to(tl.int64) + tl.zeros((1,), tl.int64)
         slot = tl.where(slot < 0, slot + L, slot)  # as indexing counts
         pack_tile(

@@ -35,14 +35,16 @@ def query_kernel(
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, COLUMNS: tl.constexpr, META: tl.constexpr,
     W: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, FMT: tl.constexpr, LIMIT: tl.constexpr,
     HAS_SLOTS: tl.constexpr, BLOCK_W: tl.constexpr, HALVES: tl.constexpr, BINS: tl.constexpr,
-    HAS_NORM: tl.constexpr, AFFINE: tl.constexpr, EARLY: tl.constexpr,
+    HAS_NORM: tl.constexpr, AFFINE: tl.constexpr, TOKENS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * HKV, 1), or (B * HKV, 2) with slots: the second half refreshes them. Writes ``query [rows, 2, GP, BLOCK_W]`` (zero padded; the second half is int4's high nibbles),
+    """Grid (rows, 1), or (rows, 2) with slots: the second half refreshes them, each row its share of the TOKENS rows that read
+    one sequence (``tokens``). Writes ``query [rows, 2, GP, BLOCK_W]`` (zero padded; the second half is int4's high nibbles),
     ``factors [rows, GP]``, what turns a dot into a score, and ``sums [rows, GP]``, the codes' sums (integer formats). HALVES: e4m3 numbers are written as fp16, divided by 512. Clears
     ``bins [rows, BINS]`` for the counts that follow. AFFINE: ``levels [rows, G]`` are what is taken from each head's scores,
     ``norm [HKV * G]`` and the query's dot with ``slopes [HKV * G, W]``."""
     row = tl.program_id(0).to(tl.int64)
     b, h = row // HKV, row % HKV
+    own = b // TOKENS
     # What no step writes is read before the wait.
     w = tl.arange(0, BLOCK_W)
     INT4: tl.constexpr = FMT == "int4"
@@ -56,8 +58,9 @@ def query_kernel(
     admit_successor(EARLY)
     if HAS_SLOTS and tl.program_id(1) == 1:
         pack_slots(
-            k + b * stride_kb + h * stride_kh, slots + b * stride_slots, data, meta, dims + h * W, centre + h * W,
-            spread + h * W, row, L, n_slots, stride_kt, stride_kd, COLUMNS, META, W, HALF, HALF_P, FMT, LIMIT,
+            k + own * stride_kb + h * stride_kh, slots + own * stride_slots, data, meta, dims + h * W, centre + h * W,
+            spread + h * W, own * HKV + h, L, b % TOKENS, n_slots, TOKENS, stride_kt, stride_kd, COLUMNS, META,
+            W, HALF, HALF_P, FMT, LIMIT,
         )  # fmt: skip
         return
     tl.store(bins + row * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))

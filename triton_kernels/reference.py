@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .formats import INFO, REDUCTIONS, check_format
 from .hot_slots import rows_through_
+from .tokens import as_rows, by_row, by_sequence, four_dims, from_rows
 
 _FLOAT_MAX = torch.finfo(torch.float32).max
 
@@ -105,21 +106,17 @@ def pack_rows_(
 
 
 def mask_bounds(mask: Tensor, L: int) -> Tensor:
-    """First valid token and one past the last, per batch row and over all heads: int32 ``[B', 2]``.
+    """First valid token and one past the last, per query token and over all heads: int32 ``[B' * S', 2]``.
 
-    ``mask`` is broadcastable to ``[B, Hq, 1, L]``, bool (True attends) or additive; ``B'`` is its own batch size, 1 where
+    ``mask`` is broadcastable to ``[B, Hq, S, L]``, bool (True attends) or additive; ``B'`` and ``S'`` are its own sizes, 1 where
     it is shared. ``(0, 0)`` for a row without a valid token.
     """
-    allowed = _allowed(four_dims(mask)).any(dim=2).any(dim=1)
+    allowed = _allowed(four_dims(mask)).any(dim=1).flatten(0, 1)
     allowed = allowed.expand(allowed.shape[0], L)
     t = torch.arange(L, device=mask.device, dtype=torch.int32)
     stop = torch.where(allowed, t + 1, 0).amax(-1)
     start = torch.minimum(torch.where(allowed, t, L).amin(-1), stop)
     return torch.stack([start, stop], dim=-1).to(torch.int32)
-
-
-def four_dims(mask: Tensor) -> Tensor:
-    return mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
 
 
 def _allowed(mask: Tensor) -> Tensor:
@@ -183,11 +180,13 @@ def sparse_decode(
 ) -> Tensor:
     """One decode step of FASA: TIP scores every cached token, the best ``n_fac`` per KV head are attended to exactly.
 
-    ``q [B, Hq, 1, D]`` post-RoPE, ``k [B, Hkv, L, D]``, ``v [B, Hkv, L, Dv]`` (any strides), all floating. ``data, meta``:
+    ``q [B, Hq, S, D]`` post-RoPE, one new token or several, each of which selects for itself; ``k [B, Hkv, L, D]``,
+    ``v [B, Hkv, L, Dv]``. Any strides, all floating. ``data, meta``:
     the packed FC cache (``formats``) of ``k`` with ``dims, centre, spread [Hkv, W]``; ``data=None`` scores with all dims of
     ``k`` itself. ``norm [Hq]`` fp32, natural log units, or None for zeros. ``mask`` None, bool (True attends) or additive,
-    broadcastable to ``[B, Hq, 1, L]``. ``bounds`` int32 ``[B or 1, 2]``: tokens outside ``[first, stop)`` are not valid.
-    ``sinks [Hq]``: a logit per query head that joins the denominator. Returns ``[B, Hq, 1, Dv]`` in q's dtype.
+    broadcastable to ``[B, Hq, S, L]``. ``bounds`` int32 ``[B or 1, 2]``, or as ``mask_bounds`` makes them of ``mask``: tokens outside
+    ``[first, stop)`` are not valid. ``sinks [Hq]``: a logit per query head that joins the denominator. Returns ``[B, Hq, S, Dv]`` in
+    q's dtype.
 
     The score of query head h is ``softcap(scale * (q * spread)[dims] . x) + additive mask``; q is rounded as the format
     asks (``_tip_scores``). The group's one key per token is ``log sum_h exp(s_h - norm_h)`` ("static"), the same with
@@ -197,37 +196,58 @@ def sparse_decode(
     Selected, per KV head: ``min(n_fac, valid)`` tokens; the first ``n_sink`` positions from the row's first valid token and
     the ``n_recent`` positions before its last are in, the rest are the highest keys; ties go to the lower index and NaN
     ranks lowest. A row that no head may attend anywhere yields zeros. ``hot`` and ``written``: K and V rows are read through a hot
-    buffer (``hot_slots``), which changes no result.
+    buffer (``hot_slots``), which changes no result and serves one query token.
 
-    Raises ``ValueError`` for an unknown format or reduction, or ``n_sink + n_recent > n_fac``.
+    Raises ``ValueError`` for an unknown format or reduction, ``n_sink + n_recent > n_fac``, or a hot buffer with several query tokens.
     """
     check_format(fmt)
     if reduction not in REDUCTIONS:
         raise ValueError(f"unknown group reduction {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
     if n_fac < 1 or n_sink < 0 or n_recent < 0 or n_sink + n_recent > n_fac:
         raise ValueError(f"expected n_sink + n_recent <= n_fac, n_fac >= 1; got {n_sink} + {n_recent}, {n_fac}")
-    B, Hq, _, D = q.shape
-    Hkv, L = k.shape[1], k.shape[2]
+    _, Hq, S, D = q.shape
+    if hot is not None and S != 1:
+        raise ValueError(f"a hot buffer serves one query token, got {S}")
+    q, mask, bounds = as_rows(q, mask, bounds)
+    N, Hkv, L = q.shape[0], k.shape[1], k.shape[2]
     G = Hq // Hkv
-    allowed, bias, bounds = per_head_mask(mask, bounds, B, Hkv, G, L, q.device)
-    qg = q.reshape(B, Hkv, G, D).float()
+    allowed, bias, bounds = per_head_mask(mask, bounds, N, Hkv, G, L, q.device)
+    qg = q.reshape(N, Hkv, G, D).float()
     level = levels(qg, dims, spread, norm, slopes, scale, reduction)
     key = _keys(
-        qg, k, data, meta, dims, spread, level, allowed, bias, bounds, scale, n_sink, n_recent, softcap, fmt, reduction
+        qg,
+        k,
+        data,
+        meta,
+        dims,
+        spread,
+        level,
+        allowed,
+        bias,
+        bounds,
+        scale,
+        n_sink,
+        n_recent,
+        softcap,
+        fmt,
+        reduction,
+        S,
     )
-    chosen = best(key, n_fac)  # [B, Hkv, n_fac], indices below L + n_fac
+    chosen = best(key, n_fac)  # [N, Hkv, n_fac], indices below L + n_fac
     index = chosen.clamp(max=L - 1)
     taken = (chosen < L) & (key.gather(2, index) > -torch.inf)
 
     if hot is not None:
         kept_k, kept_v = rows_through_(*hot, k, v, index, taken, bounds[:, 0], written)
     else:
-        kept_k = k.gather(2, index[..., None].expand(B, Hkv, n_fac, D))
-        kept_v = v.gather(2, index[..., None].expand(B, Hkv, n_fac, v.shape[3]))
-    by_head = index[:, :, None, :].expand(B, Hkv, G, n_fac)
-    kept_allowed = allowed.expand(B, Hkv, G, L).gather(3, by_head) & taken[:, :, None, :]
-    kept_bias = None if bias is None else bias.expand(B, Hkv, G, L).gather(3, by_head)
-    return _attend(qg, kept_k.float(), kept_v.float(), kept_allowed, kept_bias, scale, softcap, sinks).to(q.dtype)
+        rows = by_sequence(index[..., None], S)  # [B, Hkv, S * n_fac, 1]
+        kept_k = by_row(k.gather(2, rows.expand(*rows.shape[:3], D)), S)
+        kept_v = by_row(v.gather(2, rows.expand(*rows.shape[:3], v.shape[3])), S)
+    by_head = index[:, :, None, :].expand(N, Hkv, G, n_fac)
+    kept_allowed = allowed.expand(N, Hkv, G, L).gather(3, by_head) & taken[:, :, None, :]
+    kept_bias = None if bias is None else bias.expand(N, Hkv, G, L).gather(3, by_head)
+    out = _attend(qg, kept_k.float(), kept_v.float(), kept_allowed, kept_bias, scale, softcap, sinks).to(q.dtype)
+    return from_rows(out, S)
 
 
 def tip_keys(
@@ -249,16 +269,33 @@ def tip_keys(
     reduction: str = "static",
     slopes: Tensor | None = None,
 ) -> Tensor:
-    """The key by which ``sparse_decode`` ranks tokens, fp32 ``[B, Hkv, L]``, natural log units: +inf for forced tokens, -inf
-    for tokens that no head may attend to, finite for others."""
-    B, Hq, _, D = q.shape
-    Hkv, L = k.shape[1], k.shape[2]
+    """The key by which ``sparse_decode`` ranks tokens, fp32 ``[B * S, Hkv, L]`` (row ``b * S + s``: query token s of sequence b),
+    natural log units: +inf for forced tokens, -inf for tokens that no head may attend to, finite for others."""
+    _, Hq, S, D = q.shape
+    q, mask, bounds = as_rows(q, mask, bounds)
+    N, Hkv, L = q.shape[0], k.shape[1], k.shape[2]
     G = Hq // Hkv
-    allowed, bias, bounds = per_head_mask(mask, bounds, B, Hkv, G, L, q.device)
-    qg = q.reshape(B, Hkv, G, D).float()
+    allowed, bias, bounds = per_head_mask(mask, bounds, N, Hkv, G, L, q.device)
+    qg = q.reshape(N, Hkv, G, D).float()
     level = levels(qg, dims, spread, norm, slopes, scale, reduction)
     return _keys(
-        qg, k, data, meta, dims, spread, level, allowed, bias, bounds, scale, n_sink, n_recent, softcap, fmt, reduction
+        qg,
+        k,
+        data,
+        meta,
+        dims,
+        spread,
+        level,
+        allowed,
+        bias,
+        bounds,
+        scale,
+        n_sink,
+        n_recent,
+        softcap,
+        fmt,
+        reduction,
+        S,
     )
 
 
@@ -304,8 +341,9 @@ def _keys(
     softcap: float,
     fmt: str,
     reduction: str,
+    S: int,
 ) -> Tensor:
-    s = scores(qg, k, data, meta, dims, spread, bias, scale, softcap, fmt)
+    s = scores(qg, k, data, meta, dims, spread, bias, scale, softcap, fmt, S)
     return forced(group_key(s, allowed, level, reduction), bounds, n_sink, n_recent)
 
 
@@ -320,14 +358,17 @@ def scores(
     scale: float,
     softcap: float,
     fmt: str,
+    S: int = 1,
 ) -> Tensor:
-    """Scores of ``qg [B, Hkv, G, D]`` with softcap and additive mask, fp32 ``[B, Hkv, G, L]``: of the dominant dims, or of all dims of ``k``."""
+    """Scores of ``qg [B * S, Hkv, G, D]`` with softcap and additive mask, fp32 ``[B * S, Hkv, G, L]``: of the dominant dims, or of all
+    dims of ``k [B, Hkv, L, D]``."""
+    together = by_sequence(qg, S)
     if data is None:
-        s = scale * _matmul(qg, k)
+        s = scale * _matmul(together, k)
     else:
         assert meta is not None and dims is not None and spread is not None
-        s = _tip_scores(qg, data, meta, dims, spread, scale, fmt)
-    s = capped(s, softcap)
+        s = _tip_scores(together, data, meta, dims, spread, scale, fmt)
+    s = capped(by_row(s, S), softcap)
     return s if bias is None else s + bias
 
 
@@ -350,13 +391,16 @@ def dense_decode(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Exact grouped-query attention of one query token. Arguments and result as ``sparse_decode``'s."""
-    B, Hq, _, D = q.shape
-    Hkv, L = k.shape[1], k.shape[2]
+    """Exact grouped-query attention of a step's query tokens. Arguments and result as ``sparse_decode``'s."""
+    _, Hq, S, D = q.shape
+    q, mask, bounds = as_rows(q, mask, bounds)
+    N, Hkv, L = q.shape[0], k.shape[1], k.shape[2]
     G = Hq // Hkv
-    allowed, bias, _ = per_head_mask(mask, bounds, B, Hkv, G, L, q.device)
-    qg = q.reshape(B, Hkv, G, D).float()
-    return _attend(qg, k.float(), v.float(), allowed, bias, scale, softcap, sinks).to(q.dtype)
+    allowed, bias, _ = per_head_mask(mask, bounds, N, Hkv, G, L, q.device)
+    qg = q.reshape(N, Hkv, G, D).float()
+    if S != 1:
+        k, v = k.repeat_interleave(S, 0), v.repeat_interleave(S, 0)
+    return from_rows(_attend(qg, k.float(), v.float(), allowed, bias, scale, softcap, sinks).to(q.dtype), S)
 
 
 def _matmul(qg: Tensor, k: Tensor) -> Tensor:

@@ -36,6 +36,14 @@ def row_bounds(bounds, b, stride_bounds, L, HAS_BOUNDS: tl.constexpr):
 
 
 @triton.jit
+def owner(row, HKV: tl.constexpr, TOKENS: tl.constexpr):
+    """Of the TOKENS rows that read one sequence and KV head, the number of that pair: where its packed cache and hint lie."""
+    if TOKENS == 1:
+        return row
+    return row // HKV // TOKENS * HKV + row % HKV
+
+
+@triton.jit
 def deal(first, stop, PARTS: tl.constexpr, RUN: tl.constexpr):
     """``(base, share)``: where dealing out tokens in runs of RUN begins, and how many each of PARTS programs gets."""
     base = first // 16 * 16
@@ -187,21 +195,24 @@ def tip_kernel(
     ENGINE: tl.constexpr,  # "words" (four dims at a time), "dot" (tensor cores); "all" scores with K itself
     FP8: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, PACK: tl.constexpr, CHUNKS: tl.constexpr,
     HOIST: tl.constexpr, NATIVE: tl.constexpr,
-    COUNT: tl.constexpr, LEVELS: tl.constexpr, EARLY: tl.constexpr,
+    COUNT: tl.constexpr, LEVELS: tl.constexpr, TOKENS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (CHUNKS, B * HKV). ``source`` is the packed data and ``query, factors, sums`` are ``query_kernel``'s; when ENGINE is
+    """Grid (CHUNKS, rows), TOKENS rows to a sequence and KV head (``tokens``). ``source`` is the packed data and
+    ``query, factors, sums`` are ``query_kernel``'s; when ENGINE is
     "all", they are k and q themselves and nothing. Writes ``keys [rows, L]`` and ``window [rows, 2]``, and adds to
     ``bins [rows, 2 * BINS]``: BINS counts of the keys in the window or above it, then the number of valid tokens (only with a
-    mask: else the bounds tell). LEVELS: ``norm`` has a row of its own for every sequence, ``[B * HKV, G]``. HOIST: keep the rounded queries of all heads in registers. COUNT: how
+    mask: else the bounds tell). LEVELS: ``norm`` has a row of its own for every row, ``[rows, G]``. HOIST: keep the rounded queries of all heads in registers. COUNT: how
     bins are added to, "each" key by itself, or a "tile" at a time, which a program with few tiles does faster; "no": not."""
     if ENGINE == "all":
         wait_for_predecessor(EARLY)
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     b, h = row // HKV, row % HKV
+    own = b // TOKENS
+    own_row = owner(row, HKV, TOKENS)
     first, stop = row_bounds(bounds, b, stride_bounds, L, HAS_BOUNDS)
     base, share = deal(first, stop, CHUNKS, BLOCK_T)
-    origin, per_width = row_window(hint, row, HAS_HINT)
+    origin, per_width = row_window(hint, own_row, HAS_HINT)
     LOG2E: tl.constexpr = 1.4426950408889634
     LOWEST: tl.constexpr = -3.4028234663852886e38
     UNIT: tl.constexpr = 1.0 if SOFTCAP else LOG2E  # a softcap is applied in natural units
@@ -214,9 +225,9 @@ def tip_kernel(
     codes += row * L
     bins += row * 2 * BINS
     if META > 0:
-        meta += row * L * META
+        meta += own_row * L * META
     if ENGINE != "all":
-        source += row * L * COLUMNS
+        source += own_row * L * COLUMNS
         # The query's kernel, which this one follows, has let it start after all that came before had ended: what was read so
         # far, it does not write.
         wait_for_predecessor(EARLY)
@@ -393,7 +404,7 @@ def tip_kernel(
                 for d0 in tl.static_range(0, D, BLOCK_W):
                     d = d0 + tl.arange(0, BLOCK_W)
                     x = tl.load(
-                        source + b * stride_kb + h * stride_kh + token.to(tl.int64)[:, None] * stride_kt
+                        source + own * stride_kb + h * stride_kh + token.to(tl.int64)[:, None] * stride_kt
                         + (d * stride_kd)[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0,
                     )  # fmt: skip
                     y = tl.load(q_rows + (d * stride_qd)[None, :], mask=is_head[:, None] & (d < D)[None, :], other=0.0)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from . import reference
 from .formats import REDUCTIONS, check_format
+from .tokens import four_dims
 
 if dist.is_available():
     import torch.distributed._functional_collectives  # registers what traces of the collectives need
@@ -163,7 +164,7 @@ def _own_mask(
     elif bounds is None:
         bounds = torch.stack([torch.full((1,), n, dtype=torch.int32, device=device) for n in (0, ranks * rows)], dim=-1)
     if mask is not None:
-        mask = reference.four_dims(mask)
+        mask = four_dims(mask)
         mask = mask if mask.shape[3] == 1 else mask[..., first : first + rows]
     return reference.per_head_mask(mask, bounds - first, B, Hkv, G, rows, device)
 

@@ -17,6 +17,7 @@ from .launch import Device, device_of, mask_arguments, on_device, partition_alik
 from .pack import bytes_view, pack_sizes
 from .query import query_kernel
 from .score import BINS, tip_kernel
+from .tokens import as_rows, from_rows
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def sparse_decode(
 ) -> Tensor:
     """``reference.sparse_decode`` as kernels; ``slots`` and ``hint`` as in ``ops``.
 
-    ``selection``, a list, receives ``(kept, count)``, int32 ``[B * Hkv, splits, room]`` and ``[B * Hkv, splits]``: the tokens
+    ``selection``, a list, receives ``(kept, count)``, int32 ``[B * S * Hkv, splits, room]`` and ``[B * S * Hkv, splits]``: the tokens
     attended to, for whoever checks them; ``config`` replaces ``configuration``'s choice for whoever measures it;
     ``given``, a selection as ``selection`` received it, is attended to and none is made: what selecting costs is the difference. ``hot``,
     ``tags`` and ``ledger``: K and V are read through a hot buffer (``hot_slots``). All state must be contiguous. Raises ``ValueError`` as the reference does.
@@ -126,12 +127,13 @@ def sparse_decode(
     ):
         if state is not None and not state.is_contiguous():
             raise ValueError(f"{name} must be contiguous")
-    B, Hq, _, D = q.shape
-    Hkv, L, DV = k.shape[1], k.shape[2], v.shape[3]
+    S = q.shape[2]
+    if S > 1 and hot is not None:
+        raise ValueError(f"a hot buffer serves one query token, got {S}")
     dims, centre, spread, norm, sinks, slots, slopes = (
         x if x is None else x.contiguous() for x in (dims, centre, spread, norm, sinks, slots, slopes)
     )
-    if n_fac >= L and selection is None:
+    if n_fac >= k.shape[2] and selection is None:
         # The whole cache is within the budget, whatever is valid in it.
         refresh = None
         if data is not None and slots is not None:
@@ -139,6 +141,9 @@ def sparse_decode(
             refresh = Refresh(slots, data, meta, dims, centre, spread, fmt)
         return dense_decode(q, k, v, mask, bounds, scale=scale, softcap=softcap, sinks=sinks, refresh=refresh)
 
+    q, mask, bounds = as_rows(q, mask, bounds)
+    B, Hq, _, D = q.shape  # B: rows of the step, S for each sequence
+    Hkv, L, DV = k.shape[1], k.shape[2], v.shape[3]
     G, rows = Hq // Hkv, B * Hkv
     device = device_of(q)
     engine, GP, block_w, pack = _engine(data, fmt, G, D, reduction, device, rows * L)
@@ -190,7 +195,7 @@ def sparse_decode(
                 L, 0 if slots is None else slots.shape[-1], scale,
                 HKV=Hkv, G=G, GP=GP, COLUMNS=data.shape[3], META=meta.shape[3], **pack_sizes(dims.shape[1], fmt),
                 HAS_SLOTS=slots is not None, BLOCK_W=block_w, HALVES=halves, BINS=2 * BINS.value,
-                HAS_NORM=norm is not None, AFFINE=levels is not None, EARLY=device.early,
+                HAS_NORM=norm is not None, AFFINE=levels is not None, TOKENS=S, EARLY=device.early,
                 num_warps=2, launch_pdl=device.early,
             )  # fmt: skip
             partition_alike(launched)
@@ -205,7 +210,7 @@ def sparse_decode(
                 HAS_BOUNDS=bounds is not None, HAS_HINT=hint is not None, HAS_NORM=norm is not None,
                 SOFTCAP=softcap != 0.0, MAX=reduction == "max", PASS=step, ENGINE=engine, FP8=device.fp8,
                 BLOCK_W=block_w, BLOCK_T=c.block_t, PACK=pack, NATIVE=device.native, CHUNKS=c.chunks, HOIST=c.hoist,
-                LEVELS=levels is not None, EARLY=device.early,
+                LEVELS=levels is not None, TOKENS=S, EARLY=device.early,
                 num_warps=c.tip_warps, num_stages=c.tip_stages, launch_pdl=device.early,
             )  # fmt: skip
             partition_alike(launched)
@@ -218,7 +223,7 @@ def sparse_decode(
         )  # fmt: skip
         attended = (q, k, v, m.tensor, bounds, hint, keys, codes, bins, window, kept, kept_count, out, part, sinks)
         if hot is None:
-            launched = fac_kernel[(splits, rows)](*attended, *strides, L, n_fac, scale, softcap, room, **how)
+            launched = fac_kernel[(splits, rows)](*attended, *strides, L, n_fac, scale, softcap, room, TOKENS=S, **how)
         else:
             assert tags is not None and ledger is not None
             place = torch.empty_like(kept)
@@ -231,7 +236,7 @@ def sparse_decode(
         partition_alike(launched)
         if splits > 1:
             merge(part, sinks, out, splits, sizes)
-    return out
+    return from_rows(out, S)
 
 
 def _engine(

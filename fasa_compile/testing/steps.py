@@ -50,8 +50,9 @@ def make_case(
     reduction: str = "static",
     n_sink: int = 2,
     n_recent: int = 5,
+    S: int = 1,
 ) -> Case:
-    """Random inputs. Keys and values that a mask hides from every head are poisoned with NaN and inf."""
+    """Random inputs, of ``S`` query tokens per sequence. Keys and values that a mask hides from every head are poisoned with NaN and inf."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, device=device)
@@ -59,24 +60,24 @@ def make_case(
     Hq = G * Hkv
     dims = torch.stack([torch.randperm(D)[:W] for _ in range(Hkv)]).int().to(device)
     centre, spread = normal(Hkv, W), torch.rand(Hkv, W, device=device) + 0.5
-    q = (gain * normal(B, Hq, 1, D)).to(dtype)
+    q = (gain * normal(B, Hq, S, D)).to(dtype)
     k, v = normal(B, L, Hkv, D).transpose(1, 2).to(dtype), normal(B, Hkv, L, DV).to(dtype)
     lowest = torch.finfo(dtype).min
     masks = {
         "": lambda: None,
-        "bool": lambda: torch.rand(B, 1, 1, L, device=device) > 0.3,
-        "lengths": lambda: (torch.arange(L, device=device) < torch.tensor([[L // 2], [L - 7]] * B, device=device)[:B])[:, None, None],
+        "bool": lambda: torch.rand(B, 1, S, L, device=device) > 0.3,
+        "lengths": lambda: (torch.arange(L, device=device) < torch.tensor([[L // 2], [L - 7]] * B, device=device)[:B, None] + torch.arange(S, device=device)[:, None])[:, None],
         "left": lambda: (torch.arange(L, device=device) >= torch.randint(0, L, (B, 1), device=device))[:, None, None],
         "one row": lambda: (torch.arange(B, device=device) > 0)[:, None, None, None].expand(B, 1, 1, L),
-        "additive": lambda: torch.where(normal(B, Hq, 1, L) > -0.5, normal(B, Hq, 1, L), lowest).to(dtype),
-        "shared additive": lambda: torch.where(normal(1, 1, 1, L) > -0.5, normal(1, 1, 1, L), lowest).to(dtype),
-        "per head": lambda: torch.rand(B, Hq, 1, L, device=device) > 0.5,
-        "few": lambda: torch.rand(B, 1, 1, L, device=device) > 0.95,
-        "nothing": lambda: torch.zeros(B, 1, 1, L, dtype=torch.bool, device=device),
+        "additive": lambda: torch.where(normal(B, Hq, S, L) > -0.5, normal(B, Hq, S, L), lowest).to(dtype),
+        "shared additive": lambda: torch.where(normal(1, 1, S, L) > -0.5, normal(1, 1, S, L), lowest).to(dtype),
+        "per head": lambda: torch.rand(B, Hq, S, L, device=device) > 0.5,
+        "few": lambda: torch.rand(B, 1, S, L, device=device) > 0.95,
+        "nothing": lambda: torch.zeros(B, 1, S, L, dtype=torch.bool, device=device),
     }  # fmt: skip
     m = masks[mask]()
     if m is not None:
-        hidden = ~(m if m.dtype == torch.bool else m > lowest).any(1)[:, 0].expand(B, L)
+        hidden = ~(m if m.dtype == torch.bool else m > lowest).any(1).any(1).expand(B, L)
         k = torch.where(hidden[:, None, :, None], torch.nan, k)
         v = torch.where(hidden[:, None, :, None], torch.inf, v)
     cache: tuple[Tensor | None, ...] = (None,) * 5
@@ -105,10 +106,11 @@ def check_step(case: Case, hint: Tensor | None = None, slots: Tensor | None = No
     )
     kept, count = selection[0]
     used = torch.arange(kept.shape[2], device=q.device) < count[..., None]
-    times = torch.zeros(B * Hkv, L, dtype=torch.int32, device=q.device)
+    S = q.shape[2]
+    times = torch.zeros(B * S * Hkv, L, dtype=torch.int32, device=q.device)
     times.scatter_add_(1, torch.where(used, kept, 0).long().flatten(1), used.flatten(1).int())
     assert times.max() <= 1, "a token was kept twice"
-    kept_here = (times > 0).view(B, Hkv, L)
+    kept_here = (times > 0).view(B * S, Hkv, L)
 
     ranked = {name: how[name] for name in ("scale", "n_sink", "n_recent", "softcap", "fmt", "reduction", "slopes")}
     key = reference.tip_keys(q, k, data, meta, dims, spread, case.norm, mask, None, **ranked)
@@ -122,7 +124,7 @@ def check_step(case: Case, hint: Tensor | None = None, slots: Tensor | None = No
     clear = key > threshold + 2e-3 * (1 + threshold.abs())
     assert not (valid & clear & ~kept_here).any(), "a token of the top n_fac is missing"
 
-    among = kept_here.repeat_interleave(G, 1)[:, :, None]
+    among = kept_here.view(B, S, Hkv, L).transpose(1, 2).repeat_interleave(G, 1)
     if mask is not None:
         among = among & mask if mask.dtype == torch.bool else torch.where(among, mask, torch.finfo(mask.dtype).min)
     expected = reference.dense_decode(

@@ -75,7 +75,7 @@ def test_generate_of_the_compiled_wrapper_says_that_it_did_nothing(caplog):  # t
     assert fasa_compile.stats()["graphs"] == 0, "transformers compiles generate() now: update the README"
     assert "model.forward = torch.compile(model.forward" in str(made.explain())
     with caplog.at_level(logging.WARNING, logger="fasa_compile"):
-        backend_module._warn_unused()
+        backend_module.warn_unused()
     assert "never called" in caplog.text
 
 

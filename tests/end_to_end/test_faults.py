@@ -25,6 +25,7 @@ from test_state import Steps
 
 import fasa_compile
 from fasa_compile import FasaWarning, calibrate, fasa_backend
+from fasa_compile.runtime import Runtime
 from fasa_compile.triton_kernels import reference
 
 IDS = torch.randint(0, 512, (1, 60), generator=torch.Generator().manual_seed(5))
@@ -440,13 +441,12 @@ def test_two_threads(models):
 def test_a_forked_process_goes_on_where_its_parent_was():
     """While another thread of the parent is inside a step, whose lock nobody in the child would ever open."""
     model = prefilled(Interleaved)
-    others = set(_live_runtimes())  # of tests before this one
-    _, step = compiled(model, small_profile())
+    step, runtimes = following(small_profile(), model)
     expected = steps_of(model, step)
     with torch.no_grad():
         last = step(TOKENS[:, 45:46].clone(), torch.tensor([45]))
         inside, leave = threading.Event(), threading.Event()
-        (runtime,) = [r for r in _live_runtimes() if r._ran and r not in others]
+        (runtime,) = runtimes
         whole = runtime._compiled
 
         def slow(*arguments):
@@ -485,10 +485,17 @@ def test_a_forked_process_goes_on_where_its_parent_was():
     assert expected.isfinite().all()
 
 
-def _live_runtimes():
-    from fasa_compile import runtime
+def following(profile, model):
+    """The model compiled, and a list that will hold the runtimes of its graphs."""
+    made, runtimes = fasa_backend(profile, inner="eager", check_weights=False), []
 
-    return list(runtime._live)
+    def keep(gm, example_inputs):
+        found = made(gm, example_inputs)
+        if isinstance(found, Runtime):
+            runtimes.append(found)
+        return found
+
+    return torch.compile(model, backend=keep), runtimes
 
 
 NO_DISK = """

@@ -168,7 +168,7 @@ def test_a_user_captured_graph_is_never_stale():  # trial F6
                 data, meta = torch.ops.fasa.pack(
                     layer.keys, c["dims"], c["centre"], c["spread"], "int4", ops.KERNEL_VERSION
                 )
-                (packed,) = keeper.caches.values()
+                (packed,) = keeper.layer.caches.values()
                 assert torch.equal(packed.data[:, :, :80], data[:, :, :80])
                 assert torch.equal(packed.meta[:, :, :80], meta[:, :, :80])
             if start == "prompt":

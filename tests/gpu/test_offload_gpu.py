@@ -149,7 +149,7 @@ def test_no_race_whatever_is_late():
             with torch.cuda.stream(side):
                 torch.cuda._sleep(int(torch.randint(0, 3_000_000, (), generator=random)))
                 staged(cache.layers[1].keys, cache.layers[1].values, 512)
-            for packed in (p for keeper in made[-1]._keepers for p in keeper.caches.values()) if made else ():
+            for packed in (p for keeper in made[-1]._keepers for p in keeper.layer.caches.values()) if made else ():
                 if packed.hot is not None:
                     packed.hot.masked_fill_((packed.tags == 0)[..., None], torch.nan)
 

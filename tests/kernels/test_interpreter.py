@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -113,6 +114,66 @@ def test_tokens_that_share_a_row_of_the_operand(fmt: str, G: int, mask: str) -> 
     engine, *_, pack = sparse_decode._engine(case.cache[0], fmt, G, 40, "static", device, 1 << 22)
     assert engine == "dot" and pack > 1
     check_step(case)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": "lengths"}, {"mask": "lengths", "B": 1, "S": 7}, {"mask": "left"}, {"mask": "shared additive"}, {"mask": "per head"},
+        {"mask": "nothing"}, {}, {"fmt": "fp8", "mask": "bool"}, {"all_dims": True, "mask": "additive"},
+        {"reduction": "softmax_sum", "mask": "lengths"}, {"reduction": "affine", "mask": "lengths", "sinks": True},
+        {"mask": "lengths", "W": 32, "D": 40, "G": 4},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_several_query_tokens_select_each_for_itself(options: dict[str, object]) -> None:
+    case = make_case(**({"S": 3} | options))  # type: ignore[arg-type]
+    hint = torch.zeros(case.k.shape[0], 2, 2)
+    check_step(case, hint)
+    # The next step starts from the last token's threshold, as it does after a step of that token alone.
+    last = torch.zeros_like(hint)
+    mask = case.mask if case.mask is None or case.mask.shape[2] == 1 else case.mask[:, :, -1:]
+    check_step(replace(case, q=case.q[:, :, -1:], mask=mask), last)
+    assert torch.equal(hint, last) and hint.any()
+    check_step(case, hint)
+
+
+@interpreted
+@pytest.mark.parametrize("fmt", ["int4", "fp32"])
+@pytest.mark.parametrize("n_fac", [40, 300])  # 300: all of the cache, which the dense kernel reads
+def test_several_rows_are_packed_before_they_are_scored(fmt: str, n_fac: int) -> None:
+    from fasa_compile.triton_kernels import sparse_decode
+
+    case = make_case(fmt, S=3, mask="lengths", n_fac=n_fac)
+    data, meta, dims, centre, spread = case.cache
+    assert data is not None and meta is not None and dims is not None and centre is not None and spread is not None
+    for slots in (torch.tensor([150, 151, 152]), torch.tensor([[150, 151, 152, 4], [293, 294, 295, 7]])):
+        stale = [data.clone(), meta.clone()]
+        for x in stale:
+            x[0, :, 150:153] = x[1, :, 293:296] = 0
+        if slots.dim() == 1:
+            stale[0][1], stale[1][1] = data[1], meta[1]
+        out = sparse_decode.sparse_decode(
+            case.q, case.k, case.v, *stale, dims, centre, spread, case.norm, case.mask, None, slots, **case.how
+        )
+        assert torch.equal(bytes_of(stale[0]), bytes_of(data)) and torch.equal(bytes_of(stale[1]), bytes_of(meta))
+        expected = reference.sparse_decode(case.q, case.k, case.v, *case.cache, case.norm, case.mask, **case.how)
+        if n_fac == 300:  # fewer are the kernel's choice, which check_step looks at
+            torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@interpreted
+def test_a_hot_buffer_serves_one_token() -> None:
+    from fasa_compile.triton_kernels import sparse_decode
+
+    case, some = make_case(S=2), torch.zeros(2, 2, 1, 1)
+    for decode in (
+        lambda: sparse_decode.sparse_decode(case.q, case.k, case.v, *case.cache, case.norm, hot=some, tags=some, ledger=some, **case.how),
+        lambda: reference.sparse_decode(case.q, case.k, case.v, *case.cache, case.norm, hot=(some, some, some), **case.how),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="one query token, got 2"):
+            decode()
 
 
 @interpreted

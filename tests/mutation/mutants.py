@@ -14,6 +14,7 @@ TRIALS_CACHE, TRIALS_ATTENTION = "end_to_end/test_trials_cache.py", "end_to_end/
 TRIALS_MISC, AUDIT = "end_to_end/test_trials_misc.py", "end_to_end/test_audit.py"
 MATCH_GAPS, REFERENCE_GAPS = "match/test_match_gaps.py", "kernels/test_reference_gaps.py"
 FAULTS, GAPS = "end_to_end/test_faults.py", "end_to_end/test_mutation_gaps.py"
+SEVERAL = "end_to_end/test_several_tokens.py"
 DENSE_MODE, REPORT = "end_to_end/test_dense_mode.py", "end_to_end/test_report.py"
 REFERENCE, INTERPRETER, OPS = "kernels/test_reference.py", "kernels/test_interpreter.py", "kernels/test_ops.py"
 ROPE, ATTENTION, CACHE, GRAPH = (f"match/test_{name}.py" for name in ("rope", "attention", "cache", "graph"))
@@ -441,6 +442,25 @@ add(
 # ---- rewrite ----------------------------------------------------------------------------------------------------------
 
 SPARSE = f"{PARITY}::test_sparse_equals_the_plain_reference"
+add(
+    "any number of query tokens is a step",
+    "    return bool(tokens <= STEP_TOKENS)\n",
+    "    return True\n",
+    f"{SEVERAL}::test_one_graph_serves_all_numbers_of_tokens_and_a_prompt_has_another",
+)
+add(
+    "a causal flag is overlooked in a step of several tokens",
+    "    if site.is_causal:\n",
+    "    if False:\n",
+    f"{SEVERAL}::test_what_is_no_step",
+)
+add(
+    "several tokens go through the hot buffer",
+    'and state == "packed" and one else None',
+    'and state == "packed" else None',
+    f"{SEVERAL}::test_k_and_v_in_host_memory",
+)
+
 add = breaks("fasa_compile/rewrite.py", SPARSE)
 add(
     "the mask is dropped",
@@ -553,8 +573,8 @@ add(
 )
 add(
     "packed caches outlive the cache",
-    "gone = keeper.caches.pop(key, None)",
-    "gone = keeper.caches.get(key)",
+    "gone = layer.caches.pop(key, None)",
+    "gone = layer.caches.get(key)",
     f"{STATE}::test_the_packed_cache_dies_with_the_cache",
 )
 add(
@@ -589,9 +609,9 @@ add(
 )
 add(
     "one packed cache serves two caches",
-    'packed = self.caches.get(id(k))\n        why = "uncounted" if capturing else _why_stale(packed, k)\n'
+    'packed = self.layer.caches.get(id(k))\n        why = "uncounted" if capturing else _why_stale(packed, k)\n'
     "        stale = packed is None or packed.key() is not k or",
-    'packed = self.current or self.caches.get(id(k))\n        why = "uncounted" if capturing else _why_stale(packed, k)\n'
+    'packed = self.current or self.layer.caches.get(id(k))\n        why = "uncounted" if capturing else _why_stale(packed, k)\n'
     "        stale = packed is None or",
     f"{STATE}::test_two_caches_in_turn_keep_their_own_state",
 )
@@ -616,8 +636,8 @@ add(
 )
 add(
     "a forked process waits for its parent's thread",
-    "        if runtime._lock.locked():\n            runtime._lock = threading.Lock()\n",
-    "        if runtime._lock.locked():\n",
+    "        if self.lock.locked():\n            self.lock = threading.Lock()\n",
+    "        if self.lock.locked():\n",
     f"{FAULTS}::test_a_forked_process_goes_on_where_its_parent_was",
 )
 
@@ -633,6 +653,13 @@ add(
     "            self.tags.zero_()",
     "            pass",
     "end_to_end/test_offload.py::test_a_hot_row_is_never_stale",
+)
+
+add(
+    "graphs of a backend have packed caches of their own",
+    "key = (profile.layer, decision.fc_format,",
+    "key = (id(decision), decision.fc_format,",
+    f"{SEVERAL}::test_kinds_of_steps_in_turn_share_the_packed_cache",
 )
 
 add = breaks("fasa_compile/fallback.py", FAULTS)
@@ -724,7 +751,7 @@ add(
 )
 add(
     "a decode step is taken for a prefill",
-    "if not isinstance(q.shape[2], int) or q.shape[2] == 1:",
+    "if not isinstance(q.shape[2], int) or is_step(q.shape[2]):",
     "if not isinstance(q.shape[2], int):",
     SPARSE,
 )
@@ -773,15 +800,15 @@ add("codes of int8 are read as stored", "return data.float() + 128.0", "return d
 add("nibbles are exchanged", "torch.cat([data & 15, data >> 4], dim=-1)", "torch.cat([data >> 4, data & 15], dim=-1)")
 add(
     "scores by all dims are unscaled",
-    "s = scale * _matmul(qg, k)\n    else:",
-    "s = _matmul(qg, k)\n    else:",
+    "s = scale * _matmul(together, k)\n    else:",
+    "s = _matmul(together, k)\n    else:",
     f"{REFERENCE_GAPS}::test_scores_by_all_dims_have_the_attentions_scale",
 )
 add("attention ignores the soft cap", "s = capped(scale * _matmul(qg, k), softcap)", "s = scale * _matmul(qg, k)")
 add("sinks do not join the denominator", "total = total + (sink - top).exp()", "pass")
 add(
     "the bias of kept tokens is dropped",
-    "kept_bias = None if bias is None else bias.expand(B, Hkv, G, L).gather(3, by_head)",
+    "kept_bias = None if bias is None else bias.expand(N, Hkv, G, L).gather(3, by_head)",
     "kept_bias = None",
 )
 add("the norm is ignored", "s = s - level\n", "pass\n")
@@ -840,6 +867,17 @@ add(
     "if graph.name(chain.end) != GATHER:",
 )
 add("keys and values may be shared out apart", "if parts[0] != parts[1]:", "if False:")
+add = breaks("triton_kernels/tokens.py", f"{SEVERAL}::test_a_step_of_several_equals_steps_of_one")
+add(
+    "every query token of a step has the last one's mask",
+    "token_rows(mask.expand(",
+    "token_rows(mask[:, :, -1:].expand(",
+)
+add(
+    "rows of several tokens come back in another order",
+    "out.view(-1, S, out.shape[1], out.shape[3]).transpose(1, 2)",
+    "out.view(-1, out.shape[1], S, out.shape[3])",
+)
 
 add = breaks("triton_kernels/hot_slots.py", "kernels/test_hot_slots.py")
 add("rows that a step wrote stay hot", "held = torch.where((held[..., None] == rows + 1).any(-1), 0, held)", "pass")
@@ -986,6 +1024,12 @@ add(
     f"{INTERPRETER}::test_offsets_beyond_two_to_the_31",
 )
 
+add(
+    "the first query token's threshold is the next step's guess",
+    "row // HKV % TOKENS == TOKENS - 1",
+    "row // HKV % TOKENS == 0",
+)
+
 add = breaks("triton_kernels/dense_decode.py", INTERPRETER)
 add(
     "the dense kernel begins at slot 0",
@@ -1024,6 +1068,12 @@ add(
     "return (x + 12582912.0) - 12582912.0",
     "return tl.floor(x + 0.5)",
     f"{INTERPRETER}::test_packed_bytes_are_the_references",
+)
+
+add(
+    "a query token packs one row alone",
+    "for number in range(first, n_slots, STEP):",
+    "for number in range(first, first + 1):",
 )
 
 add = breaks("triton_kernels/bounds.py", INTERPRETER)
