@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 
 
@@ -14,7 +15,12 @@ def main() -> None:
         sys.exit(f"fasa-compile needs {problem.name}: pip install 'fasa-compile[cli]'")
     from fasa_compile.cli import app
 
-    app()
+    try:
+        app()
+    finally:
+        # A backend that an error kept from being called is a command's own affair, and no news at exit.
+        if (backend := sys.modules.get("fasa_compile.backend")) is not None:
+            atexit.unregister(backend.warn_unused)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ from typer.testing import CliRunner
 
 import fasa_compile
 from fasa_compile import loading
-from fasa_compile.cli import _folded, _numbers, _ranges, app
+from fasa_compile.cli import app
+from fasa_compile.cli.bench import _numbers
+from fasa_compile.cli.explain import _folded, _ranges
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -251,6 +253,27 @@ def test_help_needs_no_torch():
     code = "import sys, fasa_compile.cli\nprint(sorted({'torch', 'transformers', 'triton'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_an_error_is_the_last_word(tmp_path, home):
+    """A backend that an error kept from being called is not reported at exit."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA_8B))
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "fasa_compile",
+        "explain",
+        config,
+        "--layers",
+        "1",
+        "--profile",
+        home.profile,
+    ]
+    done = subprocess.run([str(x) for x in command], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].startswith("error: ") and "never called" not in done.stderr, done.stderr
 
 
 def test_shell_completion():
