@@ -125,6 +125,43 @@ def _unreadable() -> None:
         _step()
 
 
+def _prompts_alone() -> None:
+    import logging
+
+    from fasa_compile.backend import warn_unused
+
+    model = tiny_llama(layers=1)
+    engine = backend("all", n_fac=24)
+    with torch.no_grad():
+        torch.compile(model, backend=engine)(IDS, use_cache=False)
+    lines = logging.StreamHandler(sys.stdout)
+    logging.getLogger("fasa_compile").addHandler(lines)
+    try:
+        warn_unused()
+    finally:
+        logging.getLogger("fasa_compile").removeHandler(lines)
+
+
+def _first_step_fails() -> None:
+    def no_kernel(gm: Any, example_inputs: Any) -> Any:
+        def step(*_: Any) -> None:
+            raise RuntimeError("planted: out of shared memory")
+
+        return step
+
+    _step(inner=no_kernel)
+
+
+def _too_long_for_the_host() -> None:
+    model = tiny_llama(layers=1)
+    with torch.no_grad():
+        model(IDS[:, :4], past_key_values=fasa_compile.FasaStaticCache(model.config, max_cache_len=1 << 36))
+
+
+def _cli_with_a_text() -> None:
+    _cli("explain", str(ROOT / "README.md"))
+
+
 def _no_rope_to_calibrate() -> None:
     fasa_compile.calibrate(torch.nn.Embedding(512, 8), IDS, progress=False)
 
@@ -153,6 +190,7 @@ def _cli_without_tokenizer() -> None:
 
 TRIGGERS: dict[str, Callable[[], None]] = {
     "this backend has seen no graph yet": _no_graph,
+    "a fasa backend was made and saw no decode step with a cache": _prompts_alone,
     "no decode step over a cache reached the backend": _uncompiled_generate,
     "no attention site of this decode graph could be made sparse": _without_rope,
     "the profile was made for other weights": lambda: _step(check_weights=True),
@@ -165,7 +203,10 @@ TRIGGERS: dict[str, Callable[[], None]] = {
     "expected at least 2 tokens": lambda: fasa_compile.calibrate(tiny_llama(layers=1), IDS[:, :1]) and None,
     "a decode graph was compiled while gradients are recorded": lambda: _step(grad=True),
     "a graph could not be read; it runs as it was": _unreadable,
+    "the first step of a rewritten graph failed": _first_step_fails,
     "dense_below: expected a number of tokens": lambda: _step(dense_below=-1),
+    "of host memory and": _too_long_for_the_host,
+    "expected a model folder, a .gguf file or a config.json": _cli_with_a_text,
     "there is no such file or folder": lambda: _cli("explain", "nowhere"),
     "found no tokenizer beside the model": _cli_without_tokenizer,
     "fasa-compile needs": _cli_without_typer,
