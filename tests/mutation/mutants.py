@@ -355,8 +355,8 @@ add(
 )
 add(
     "gradients are not declined",
-    "    if grad:\n",
-    "    if False:\n",
+    "    if grad:\n        return Decision(",
+    "    if False:\n        return Decision(",
     f"{BAD_INPUT}::test_training_gives_the_ordinary_gradients",
 )
 add("autocast is not declined", "    if autocast:\n", "    if False:\n", f"{HAZARDS}::test_autocast_stays_dense")
