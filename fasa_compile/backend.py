@@ -599,7 +599,7 @@ def warn_unused() -> None:
 def fasa_backend(
     profile: FCProfile | str | PathLike[str] | None,
     *,
-    n_fac: int | None = None,
+    n_fac: int | float | None = None,
     n_sink: int | None = None,
     n_recent: int | None = None,
     dense_below: int | None = None,
@@ -617,7 +617,8 @@ def fasa_backend(
     ``profile``: an ``FCProfile``, the path or name of one, or ``"all"`` (every frequency chunk dominant: exact scores, no
     calibration and no packed cache; an oracle, not a speed-up), or ``None``: exact attention, every decode site with a KV cache by a
     grouped-query kernel that reads each valid token once (on a GPU; elsewhere its plain-torch reference). ``n_fac``, ``n_sink``, ``n_recent``: tokens attended per KV
-    head and step, of them always the first and the last ones; they override the profile's. ``dense_below``: static caches of
+    head and step, of them always the first and the last ones; they override the profile's. ``n_fac`` between 0 and 1 (a float) is a share of a static cache's
+    length. ``dense_below``: static caches of
     fewer tokens are read densely; by default the break-even length of the cost model on a GPU (``fasa_compile.cost``), and 0
     elsewhere. ``inner``: the compiler that takes
     the rewritten graph. ``strict``: raise where the default is to warn and stay dense. ``check_weights=False`` accepts a profile
@@ -638,7 +639,9 @@ def fasa_backend(
     ``hot_tokens``; and, when a graph is compiled, ``ProfileError`` for a profile
     that does not belong to the model, ``OffloadError`` where the GPU has no room for what offloaded sites keep there, and (``strict``) ``NoSitesError`` when a decode graph has nothing to rewrite.
     """
-    overrides = {name: v for name, v in (("n_fac", n_fac), ("n_sink", n_sink), ("n_recent", n_recent)) if v is not None}
+    share = n_fac if isinstance(n_fac, float) else None
+    tokens = {"n_fac": n_fac if share is None else None, "n_sink": n_sink, "n_recent": n_recent}
+    overrides: dict[str, Any] = {name: v for name, v in tokens.items() if v is not None}
     loaded: FCProfile | Literal["all"] | None
     if profile is None or isinstance(profile, FCProfile) or profile == "all":
         loaded = profile  # type: ignore[assignment]
@@ -648,7 +651,7 @@ def fasa_backend(
         raise TypeError(f"inner: expected 'inductor', 'eager' or a callable backend, found {inner!r}")
     if offload not in (None, "cpu"):
         raise TypeError(f"offload: expected 'cpu' or None, found {offload!r}")
-    policy = Policy(loaded, overrides, dense_below, offload is not None, hot_tokens)
+    policy = Policy(loaded, overrides, dense_below, offload is not None, hot_tokens, share)
     if not isinstance(audit, int) or isinstance(audit, bool) or audit < 0:
         raise TypeError(f"audit: expected a number of steps >= 1, or 0 for none, found {audit!r}")
     if audit_bound is not None:

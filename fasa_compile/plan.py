@@ -28,6 +28,7 @@ WHY_DENSE: dict[str, str] = {
     "prefill": "more query tokens per sequence than a step has (16), or several for which nothing is to be selected",
     "no-cache": "no cached keys: there is nothing to select from",
     "within-budget": "the cache holds no more tokens than the budget, so dense attention reads as little",
+    "no-fixed-length": "n_fac is a share of the context, and the length of this cache is not fixed (n_fac in tokens has it sparse)",
     "below-break-even": "dense attention is expected to be faster at this length of the cache (dense_below=0 has it sparse)",
     "dense-mode": "no profile: the backend was asked for exact attention",
     "no-gain": "exact attention that the model's own kernel computes as well: no mask, no KV head shared by query heads",
@@ -127,8 +128,13 @@ class Policy:
     dense_below: int | None = None
     offload: bool = False
     hot_tokens: int | None = None  # of the hot buffer, for each KV head; None: half as many again as n_fac
+    share: float | None = None  # of a static cache's length, in place of a number of tokens n_fac
 
     def __post_init__(self) -> None:
+        if self.share is not None and not 0 < self.share <= 1:
+            raise BudgetError(
+                f"n_fac: expected a number of tokens (int) or a share of the context in (0, 1], found {self.share}"
+            )
         hot = self.hot_tokens
         if hot is not None and (not isinstance(hot, int) or isinstance(hot, bool) or hot < 0):
             raise BudgetError(f"hot_tokens: expected a number of tokens >= 0, or None for the default, found {hot!r}")
@@ -148,10 +154,13 @@ class Policy:
         assert isinstance(self.profile, FCProfile)
         return name.removeprefix(prefix) in self.profile.model.extra.get("uncalibrated", [])
 
-    def budget_for(self, layer: LayerProfile | None) -> Budget:
-        """What a layer may attend to. Its own ``n_fac`` is a share of the profile's: a user's ``n_fac`` scales it."""
+    def budget_for(self, layer: LayerProfile | None, length: int | None = None) -> Budget:
+        """What a layer may attend to in a cache of ``length`` tokens, which matters where ``share`` is given. Its own ``n_fac`` is a
+        share of the profile's: a user's ``n_fac`` scales it."""
         base = self.profile.budget if isinstance(self.profile, FCProfile) else Budget()
         budget = base.replace(**self.overrides)
+        if self.share is not None and length is not None:
+            budget = budget.replace(n_fac=max(round(self.share * length), budget.n_sink + budget.n_recent, 1))
         if layer is None or layer.n_fac is None:
             return budget
         scaled = round(layer.n_fac * budget.n_fac / base.n_fac)
@@ -313,7 +322,8 @@ def _decide(
         check_layer(layer, site.layer, Hq, Hkv, D, site.rope)
         fmt, reduction = check_format(policy.profile.fc_format), policy.profile.reduction
         fc_bytes = bytes_per_token(layer.width, fmt)
-    budget = policy.budget_for(layer)
+    length = L if isinstance(L, int) else None
+    budget = policy.budget_for(layer, length)
     state = _state_kind(site, layer is not None)
     cost = _cost(site, budget, fc_bytes, 0 if layer is None else layer.width, state)
     decision = Decision(
@@ -332,8 +342,10 @@ def _decide(
         return _exact(replace(decision, budget=None), "dense-mode", always=not on_gpu(site))
     if layer is not None and layer.dense:
         return _exact(decision, "profile-dense")
+    if policy.share is not None and (length is None or site.cache.kind != "static"):
+        return _exact(decision, "no-fixed-length", f"n_fac={policy.share}, a cache of kind {site.cache.kind}")
     # The model's budget counts too: one that holds the whole cache means dense, whatever share of it the layer has.
-    holds = max(budget.n_fac, policy.budget_for(None).n_fac)
+    holds = max(budget.n_fac, policy.budget_for(None, length).n_fac)
     held = L if site.shard is None else site.shard.length
     if isinstance(held, int) and holds >= held:
         return _exact(decision, "within-budget", f"{held} tokens of cache, n_fac {holds}")

@@ -167,7 +167,7 @@ def _account(planned: Plan, policy: Policy) -> dict[str, Any]:
     ]
     return software() | {
         "profile": _profile_digest(policy.profile),
-        "budget": repr(policy.budget_for(None)),
+        "budget": repr((policy.budget_for(None), policy.share)),
         "dense_below": policy.dense_below,
         "attention sites": sites,
     }

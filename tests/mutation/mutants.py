@@ -422,7 +422,7 @@ add(
 )
 add(
     "only a layer's own budget tells whether it holds the cache",
-    "holds = max(budget.n_fac, policy.budget_for(None).n_fac)",
+    "holds = max(budget.n_fac, policy.budget_for(None, length).n_fac)",
     "holds = budget.n_fac",
     f"{GAPS}::test_a_budget_that_holds_the_cache_counts_for_every_layer",
 )
