@@ -3,8 +3,8 @@
     python benchmarks/calibration.py --device cuda --out benchmarks/results/calibration-h100.json       SmolLM2-135M, 4096 tokens
 
 ``first`` is a call in a fresh process; ``again`` the median of ``--repeats`` more, Dynamo's caches emptied before each, as for another
-model. ``core s`` is processor time, which a busy machine tells truly too. On a GPU the forward that memory is compared with is the one that calibration makes (no cache, one row of logits); on a
-CPU memory is the process's peak.
+model. ``core s`` is processor time, which a busy machine tells nearly as an idle one does. Memory is compared with the forward that
+calibration makes (no cache, one row of logits): what is allocated at most on a GPU, on a CPU the process's peak.
 """
 
 from __future__ import annotations

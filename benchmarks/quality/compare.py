@@ -131,9 +131,8 @@ def methods(profile: FCProfile, budget: Budget, found: Calibrated) -> dict[str, 
     ours = {x.layer: replace(x, n_fac=policy.budget_for(x).n_fac) for x in profile.layers if not x.dense}
     flat = {name: replace(x, n_fac=None) for name, x in ours.items()}
     bare = Budget(budget.n_fac, 0, 0)
-    sloped = any(
-        bool(x.affine[:, 1:].any()) for x in flat.values()
-    )  # a profile of schema 1 has no slopes: that would be static
+    # A profile of schema 1 has no slopes: ``affine`` would be ``static`` by another name.
+    sloped = any(bool(x.affine[:, 1:].any()) for x in flat.values())
     fmt, by = profile.fc_format, profile.reduction
     agreeing = {pairs: found.agreeing(pairs, budget.n_fac) for pairs in ("true", "shifted")}
     agree = found.with_fcs(agreeing["true"], n_tip)
