@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -100,6 +101,17 @@ class Shadow:
     def is_written(self, i: int) -> bool:
         """Whether the graph writes its i-th input in place."""
         return self.final[i] is not self.inputs[i]
+
+    @cached_property
+    def needed(self) -> frozenset[fx.Node]:
+        """The nodes that what the graph gives or writes is computed from."""
+        todo, seen = [*self.gm.graph.find_nodes(op="output"), *self.final], set()
+        while todo:
+            node = todo.pop()
+            if node not in seen:
+                seen.add(node)
+                todo.extend(node.all_input_nodes)
+        return frozenset(seen)
 
 
 def fake_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:

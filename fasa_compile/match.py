@@ -119,7 +119,7 @@ class _Reader:
 
     def _refuse(self, node: fx.Node, name: str, index: int, reason: str, detail: str, trace: list[str]) -> NoMatch:
         layer, source = self._place(self.shadow.origin.get(node, ""))
-        return NoMatch(index, layer, source, name, reason, detail, tuple(trace))
+        return NoMatch(index, layer, source, name, reason, detail, tuple(trace) or (f"{name}: {self._line(node)}",))
 
     def _place(self, dynamo_name: str) -> tuple[str, str]:
         """(layer, source) of a Dynamo node; a layer that was there before in this graph gets a number."""
@@ -409,18 +409,35 @@ class _Reader:
         return rope.rope(here, keys.size[3], forms.precision)
 
     def _ready_made(self, found: Found, keys: _Keys, t: int) -> Rope:
-        forms = Forms(self.tables)
-        q = self._turn(forms, found.q, (0, 0, t - 1), keys.size[3], 1, "queries")
+        name = keys.chain.end.name
+        queries = self._walk(found.q, layout.size_of(found.q), 1)[0].end
+        if queries.op == "placeholder":
+            raise Refused(
+                "incomplete-pattern",
+                f"queries and keys are the inputs {queries.name} and {name} of this graph: where they are projected and turned is "
+                "another one, before a graph break",
+            )
+        q = self._turn(Forms(self.tables), found.q, (0, 0, t - 1), keys.size[3], 1, "queries")
         kind = "incomplete-pattern" if q.pairs else "cross-attention"
-        raise Refused(
-            kind, f"the keys are the input {keys.chain.end.name} of this graph, and the graph does not write it"
-        )
+        raise Refused(kind, f"the keys are the input {name} of this graph, and the graph does not write it")
 
-    def _turn(self, forms: Forms, expr: Expr, at: tuple[int, int, int], d: int, repeat: int, who: str) -> Turn:
+    def _turn(
+        self,
+        forms: Forms,
+        expr: Expr,
+        at: tuple[int, int, int],
+        d: int,
+        repeat: int,
+        who: str,
+        trace: list[str] | None = None,
+    ) -> Turn:
         b, h, row = at
         points = (*(np.full(d, x, dtype=np.int64) for x in (b, h // repeat, row)), np.arange(d))
         node, inner = layout.follow(expr, points)
         form = forms.of(node, inner)
+        if trace is not None:
+            made_of = [self._line(forms.node_of(number << 40)) for number in sorted(form.sources())]
+            trace.append(f"head {h}: {who} are read as far as {', '.join(made_of[:2]) or 'constants'}")
         tol = rope.tolerance(forms.precision)
         # Heads and layers that are rotated alike differ in their atoms only: what those are does not matter to a turn.
         key = (form.pattern(), tol)
@@ -434,8 +451,8 @@ class _Reader:
         d, heads = keys.size[3], keys.size[1]
         k = None
         for h in sorted({0, heads // 2, heads - 1} if keys.part is None else set(range(0, heads, -(-heads // 16)))):
-            q = self._turn(forms, found.q, (0, h, t), d, 1, "queries")
-            k = self._turn(forms, found.k, (0, h, row), d, found.repeat, "keys")
+            q = self._turn(forms, found.q, (0, h, t), d, 1, "queries", trace)
+            k = self._turn(forms, found.k, (0, h, row), d, found.repeat, "keys", trace)
             if trace is not None:
                 trace.append(f"head {h}: queries turn {len(q.pairs)} pairs, keys {len(k.pairs)}")
             rope.agree(q, k, rope.tolerance(forms.precision))

@@ -160,6 +160,12 @@ def _table(header: list[str], rows: list[list[str]]) -> list[str]:
     return ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in [header, *rows]]
 
 
+def _partial_match(trace: tuple[str, ...]) -> str:
+    """How far an attention was read: the last step of the walk, and what queries and keys were found to be made of."""
+    made_of = dict.fromkeys(line.partition(": ")[2] for line in trace if " are read as far as " in line)
+    return "; ".join(made_of) or f"read as far as {trace[-1]}"
+
+
 def _megabytes(n: int) -> str:
     return f"{n / 2**20:.2f} MiB" if n else ""
 
@@ -256,5 +262,5 @@ class Report:
             )
         reasons = sorted({(r.reason, r.why) for r in rows if r.reason})
         card = next((d.cost.card for d in graph.decisions if d.cost is not None), "")
-        read = [f"{r.source or r.layer}: read as far as {r.trace[-1]}" for r in rows if r.reason and r.trace]
+        read = [f"{r.source or r.layer}: {_partial_match(r.trace)}" for r in rows if r.reason and r.trace]
         return _table(header, cells) + [f"{key}: {text}" for key, text in reasons] + read + _costs_in_words(rows, card)

@@ -134,24 +134,34 @@ def mask_of(mask: Any, q: tuple[int, ...], k: tuple[int, ...]) -> tuple[Expr | N
     return Expr(mask), "bool" if graph.tensor(mask).dtype == torch.bool else "additive"
 
 
-def first_result(node: fx.Node) -> fx.Node:
-    """The attention's result among several; raises ``Refused`` where another one (a log-sum-exp) is used."""
-    wanted: fx.Node | None = None
-    for user in node.users:
-        if graph.name(user) != "getitem" or (graph.args(user)[1] != 0 and user.users):
-            raise Refused("unknown-attention", f"{user.name} reads more of {node.name} than the attention's result")
-        if graph.args(user)[1] == 0:
-            wanted = user
-    if wanted is None:
+def first_result(node: fx.Node, tables: Tables) -> fx.Node:
+    """The attention's result among several; raises ``Refused`` where another one (a log-sum-exp) matters to what the graph gives."""
+    results = {graph.args(user)[1]: user for user in node.users if graph.name(user) == "getitem"}
+    if 0 not in results:
         raise Refused("unknown-attention", f"the result of {node.name} is not used")
-    return wanted
+    for user in node.users:
+        if user is not results[0] and user in tables.shadow.needed:
+            raise Refused("unknown-attention", f"{user.name} reads more of {node.name} than the attention's result")
+    return results[0]
 
 
 def anchors_at(node: fx.Node) -> list[tuple[str, Anchor]]:
     """The anchors registered for a node's operator, first registered first."""
-    kind = graph.name(node)
+    kind, written = graph.name(node), graph.written(node)
+    if written:
+        kind = graph.op_name(graph.args(node)[0])
     return [
-        (name, anchor)
+        (name, _writer if written else anchor)
         for name, (operators, anchor) in ANCHORS.items()
         if kind and (kind in operators or any("*" in o and fnmatch.fnmatchcase(kind, o) for o in operators))
     ]
+
+
+def _writer(node: fx.Node, tables: Tables) -> Found | None:
+    """An attention that also writes its arguments: replaced, the write would be lost."""
+    names = ", ".join(graph.written(node))
+    raise Refused(
+        "unknown-cache-write",
+        f"{graph.op_name(graph.args(node)[0])} writes {names} itself: write the new keys and values into the cache before the call, "
+        "by an operator that only reads it",
+    )

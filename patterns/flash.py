@@ -35,6 +35,9 @@ _REFUSED = {
     "q_descale": "quantised queries",
     "k_descale": "quantised keys",
     "v_descale": "quantised values",
+    "seqused_q": "queries of which only some are used",
+    "out": "a result that is written into a tensor given",
+    "out_": "a result that is written into a tensor given",
 }
 
 
@@ -59,11 +62,14 @@ def flash_attn(node: fx.Node, tables: Tables) -> Found | None:
         if isinstance(given.get(name), fx.Node):
             raise Refused("unknown-attention", f"{name}: {what}")
     cached = "k_cache" in given or "kcache" in given
-    if cached and any(isinstance(given.get(name), fx.Node) for name in ("k", "v", "k_new", "v_new")):
+    new = ("k", "v", "k_new", "v_new") if cached else ("k_new", "v_new")
+    if any(isinstance(given.get(name), fx.Node) for name in new):
         raise Refused(
             "unknown-cache-write",
-            f"{node.name} writes the new keys itself: write them into the cache before the call, and pass k=None, v=None",
+            f"{node.name} writes the new keys itself: write them into the cache before the call, and pass none to it",
         )
+    if chunk := _number(given, "attention_chunk", default=0):
+        raise Refused("unknown-mask", f"attention in chunks of {chunk:.0f} tokens")
     if dropout := _number(given, "dropout_p", "p_dropout", default=0.0):
         raise Refused("dropout", f"dropout_p={dropout}")
     packed = len(graph.shape(q)) == 3
@@ -88,7 +94,7 @@ def flash_attn(node: fx.Node, tables: Tables) -> Found | None:
     back = [(aten.permute.default, ([0, 2, 1, 3],))] + ([(aten.squeeze.dim, (0,))] if packed else [])
     return Found(
         anchor="flash-attn",
-        output=first_result(node) if not isinstance(node.meta["val"], torch.Tensor) else node,
+        output=first_result(node, tables) if not isinstance(node.meta["val"], torch.Tensor) else node,
         q=qs,
         k=ks,
         v=vs,

@@ -45,7 +45,7 @@ def flex_attention(node: fx.Node, tables: Tables) -> Found | None:
     factor = float(scale) * score.factor
     return Found(
         anchor="flex-attention",
-        output=first_result(node),
+        output=first_result(node, tables),
         q=Expr(q),
         k=Expr(k),
         v=Expr(v),

@@ -53,11 +53,24 @@ def name(node: fx.Node) -> str:
     if node.op != "call_function":
         return ""
     if isinstance(node.target, torch._ops.OpOverload):
-        space, _, base = node.target._schema.name.partition("::")
-        return base if space == "aten" else f"{space}.{base}"
+        return op_name(node.target)
     if node.target is operator.getitem:
         return "getitem"
     return getattr(node.target, "__name__", str(node.target))
+
+
+def op_name(op: torch._ops.OpOverload) -> str:
+    """``index_copy`` for ``aten.index_copy.default``; ``namespace.name`` outside ATen."""
+    space, _, base = op._schema.name.partition("::")
+    return base if space == "aten" else f"{space}.{base}"
+
+
+def written(node: fx.Node) -> tuple[str, ...]:
+    """The arguments that a custom operator writes in place: in a functional graph it is the first argument of another node."""
+    op = args(node)[0] if name(node).startswith("auto_functionalized") and args(node) else None
+    if not isinstance(op, torch._ops.OpOverload):
+        return ()
+    return tuple(a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def number(x: Any) -> Any:

@@ -94,7 +94,8 @@ def turn(form: Form, who: str, tol: float) -> Turn:
     magnitude = float(magnitudes.mean())
     if np.abs(magnitudes - magnitude).max() > tol * magnitude:
         raise NotProven(
-            "rope-not-proven", f"{who}: planes are scaled unequally ({magnitudes.min():.6g} to {magnitudes.max():.6g})"
+            "rope-not-proven",
+            f"{who}: planes are scaled unequally (by {magnitudes.min():.6g} to {magnitudes.max():.6g}; expected one factor for all)",
         )
     rest = np.array([abs(x) for terms in lanes if len(terms) == 1 for (a, _), x in terms.items() if a])
     passing = float(rest.mean()) if len(rest) else magnitude

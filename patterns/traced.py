@@ -20,16 +20,35 @@ from fasa_compile.capture import Shadow
 from fasa_compile.patterns.graph import Unreadable
 
 aten = torch.ops.aten
+_TENSOR = torch._C.TensorType.get()
 _SAME = (aten.lift_fresh_copy.default, aten.detach_.default, aten.detach.default, aten.alias.default)
 
 
-def over_indices(mod: Callable[..., torch.Tensor], with_score: bool = False) -> Callable[..., torch.Tensor]:
+class _Scalars(fx.Interpreter):
+    """Runs ATen with a symbolic number that stands for a tensor made one: ``vmap`` takes no symbols in their place."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(target, torch._ops.OpOverload):
+            device = next((a.device for a in args if isinstance(a, torch.Tensor)), None)
+            wanted = [argument.type.isSubtypeOf(_TENSOR) for argument in target._schema.arguments]
+            args = tuple(_scalar(a, device) if tensor else a for a, tensor in zip(args, wanted, strict=False))
+        return super().call_function(target, args, kwargs)
+
+
+def _scalar(value: Any, device: torch.device | None) -> Any:
+    if not isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return value
+    dtype = torch.int64 if isinstance(value, torch.SymInt) else torch.float64
+    return torch.scalar_tensor(value, dtype=dtype, device=device)
+
+
+def over_indices(mod: fx.GraphModule, with_score: bool = False) -> Callable[..., torch.Tensor]:
     """``mod(b, h, q, k, *others)`` of scalars, as a function of index vectors: the result is ``[B, H, T, L]``."""
     first: tuple[int | None, ...] = (None,) if with_score else ()
 
     def apply(*arguments: Any) -> torch.Tensor:
         n = len(arguments) - len(first) - 4
-        run: Any = mod
+        run: Any = _Scalars(mod).run
         for axis in (3, 2, 1, 0):
             over = tuple(0 if i == axis else None for i in range(4))
             run = torch.vmap(run, in_dims=(*first, *over, *(None,) * n))

@@ -7,6 +7,8 @@ import json
 import pytest
 import torch
 from models import cache_for, decode, llama_profile, tiny_llama
+from tiny import HKV, WIDTH, Attention, B, D, S, Static, half_split, sdpa
+from torch import nn
 
 import fasa_compile
 from fasa_compile import fasa_backend
@@ -74,3 +76,54 @@ def test_a_backend_without_a_graph_says_how_to_start():
 def test_reasons_have_words_and_no_key_twice():
     assert not set(REASONS) & set(WHY_DENSE)
     assert all((text and text[0].islower()) or text.startswith("is_causal") for text in (REASONS | WHY_DENSE).values())
+
+
+class Quantised(nn.Module):
+    """Keys are kept in int8 with a scale per token: rounded after they were turned."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("keys", torch.zeros(B, HKV, S, D, dtype=torch.int8))
+        self.register_buffer("scales", torch.ones(B, HKV, S, 1))
+        self.register_buffer("values", torch.randn(B, HKV, S, D))
+
+    def forward(self, k, v, pos):
+        scale = k.abs().amax(-1, keepdim=True) / 127
+        self.keys.index_copy_(2, pos, (k / scale).round().to(torch.int8))
+        self.scales.index_copy_(2, pos, scale)
+        self.values.index_copy_(2, pos, v)
+        return self.keys.float() * self.scales, self.values
+
+
+def decaying(q, k, pos):
+    """xPos: queries grow with the position and keys shrink, each plane by a factor of its own."""
+    q, k = half_split(q, k, pos)
+    factor = ((torch.arange(0, D, 2) / D + 0.4) / 1.4) ** (pos.float()[:, None] / 512)
+    factor = torch.cat([factor, factor], -1)
+    return q * factor, k / factor
+
+
+@pytest.mark.parametrize(
+    "rope, cache, expected",
+    [
+        (
+            half_split,
+            Quantised,
+            ["rope-mismatch", "the queries are rotated, the keys are not", "queries are read as far as linear", "keys are read as far as"],
+        ),
+        (decaying, Static, ["rope-not-proven", "scaled unequally", "expected one factor for all", "queries are read as far as linear"]),
+    ],
+    ids=["int8 keys", "xPos"],
+)  # fmt: skip
+def test_a_miss_says_how_far_it_was_read_and_where(rope, cache, expected):
+    torch._dynamo.reset()
+    backend = fasa_backend("all", n_fac=8, n_sink=1, n_recent=1, inner="eager")
+    step = torch.compile(Attention(rope, cache(), sdpa), backend=backend)
+    with torch.no_grad(), pytest.warns(fasa_compile.FasaWarning):
+        step(torch.randn(B, 1, WIDTH), torch.tensor([9]))
+    text = str(backend.explain())
+    for words in expected:
+        assert words in text, text
+    assert "<- linear tiny.py:" in text, "the user's line of the projection"
+    if cache is Quantised:
+        assert any("_to_copy" in line and "test_report.py:" in line for line in text.splitlines()), text
