@@ -233,9 +233,9 @@ add(
 add("dropout is left out", "    if dropout:\n", "    if False:\n", f"{ATTENTION}::test_dropout_is_refused")
 add(
     "a log-sum-exp that is used is dropped",
-    'if graph.name(user) != "getitem" or (graph.args(user)[1] != 0 and user.users):',
+    "if user is not results[0] and user in tables.shadow.needed:",
     "if False:",
-    "match/test_flex_attention.py::test_a_log_sum_exp_that_is_used_is_refused",
+    "match/test_flash_attention.py::test_a_log_sum_exp_matters_only_where_it_is_used",
 )
 
 add = breaks("patterns/written.py", ATTENTION)

@@ -97,11 +97,12 @@ class Runner:
 
     def prefill(self, ids: Tensor) -> Any:
         """The cache after a prompt: ours, or the one that the model makes where it accepts no other."""
-        cache = new_cache(self.model, self.kind) if self.cache_name is not None else None
+        cache = None
         try:
+            cache = new_cache(self.model, self.kind) if self.cache_name is not None else None
             out = self.model(**self.inputs(ids, 0, cache))
         except Exception:
-            if self.kind == "static" or cache is None:
+            if self.kind == "static" or self.cache_name is None:
                 raise
             out = self.model(**self.inputs(ids, 0, None))
         returned = (getattr(out, name, None) for name in (self.cache_name or "", "past_key_values"))
