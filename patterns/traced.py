@@ -39,7 +39,7 @@ def _scalar(value: Any, device: torch.device | None) -> Any:
     if not isinstance(value, (torch.SymInt, torch.SymFloat)):
         return value
     dtype = torch.int64 if isinstance(value, torch.SymInt) else torch.float64
-    return torch.scalar_tensor(value, dtype=dtype, device=device)
+    return aten.scalar_tensor.default(value, dtype=dtype, device=device)
 
 
 def over_indices(mod: fx.GraphModule, with_score: bool = False) -> Callable[..., torch.Tensor]:
