@@ -168,6 +168,12 @@ class _Keeper:
         for role, place in self.places.items():
             self.bound[place] = getattr(packed, role) if packed is not None else None
 
+    def release(self) -> None:
+        """Let go of the packed caches; they live on where another graph uses them."""
+        self.bind(None)
+        self.layer.keepers.discard(self)
+        self.layer = _Layer(self.layer.name)
+
     def _canonical(self, k: torch.Tensor) -> torch.Tensor:
         site = self.decision.site
         assert isinstance(site, AttentionSite)
@@ -366,8 +372,7 @@ class Runtime:
         self._successor = make(lossy, arguments)
         if self._successor is not None:
             for keeper in self._keepers:
-                keeper.bind(None)
-            self._keepers = []  # their packed caches live on where another graph uses them
+                keeper.release()
 
     def _bind(self, arguments: Sequence[Any], capturing: bool) -> bool:
         """Binds a packed cache that agrees with K to every site; whether one was made anew that will be kept."""
@@ -398,8 +403,7 @@ class Runtime:
         put_back(arguments, saved)
         self._gave_up = True
         for keeper in self._keepers:
-            keeper.layer.caches.clear()
-            keeper.bind(None)
+            keeper.release()
         return self._dense(arguments)
 
     def _dense(self, arguments: Sequence[Any]) -> Any:
