@@ -187,13 +187,28 @@ class Subject:
                 entries[model.get_submodule(name), runs[name]] = (layer, site.shape[1], site.shape[2], site.softcap)
         return PlainFasa(model, entries, profile if isinstance(profile, FCProfile) else None, Budget(**trial.budget))
 
-    def decode_plainly(self, trial: Trial, profile: FCProfile | str, ids: Tensor | None = None) -> Tensor:
-        """``decode`` under the plain reference, uncompiled. Raises ``NotApplicable`` where rounding may decide between tokens."""
+    def decode_plainly(
+        self,
+        trial: Trial,
+        profile: FCProfile | str,
+        ids: Tensor | None = None,
+        *,
+        change: Callable[[nn.Module, Any], None] | None = None,
+    ) -> Tensor:
+        """``decode`` under the plain reference, uncompiled. Raises ``NotApplicable`` where rounding may decide between tokens.
+
+        ``change(model, cache)`` is called after the prompt.
+        """
         if next(self.model.parameters()).dtype != torch.float32:
             raise NotApplicable("in half precision, rounding decides between tokens")
         model = copy.deepcopy(self.model)
         step = Plainly(self.plain(trial, profile, model), model)
-        out = self.decode(step, trial, ids, model=model)
+
+        def each(i: int, cache: Any) -> None:
+            if change is not None and i == 0:
+                change(model, cache)
+
+        out = self.decode(step, trial, ids, model=model, each=each)
         met, sites = step.plain.applied, len(self.sites(trial.kind))
         assert met == sites * trial.steps, (
             f"the plain reference met {met} attentions in {trial.steps} steps, not {sites} in each"
@@ -353,6 +368,29 @@ def check_permutation(subject: Subject, trial: Trial) -> None:
     near(subject.decode(compiled, trial, each=permute), subject.decode(compiled, trial), "permuted cached tokens")
 
 
+def check_duplicates(subject: Subject, trial: Trial) -> None:
+    """Cached tokens with the same key are told apart by their index alone: the first is selected first, as in the plain reference."""
+    trial = replace(trial, n_sink=0, n_recent=0, steps=1)
+
+    def twins(model: nn.Module, cache: Any) -> None:
+        pairs = subject.driver.keys_values(model, cache)
+        if not pairs:
+            raise NotApplicable("the driver gives no keys and values to write into")
+        for k, _ in pairs:
+            later = range(1, trial.prompt, 2)
+            k[:, :, later] = k[:, :, [i - 1 for i in later]]
+
+    profile = subject.profile(trial)
+    expected = subject.decode_plainly(trial, profile, change=twins)
+    compiled = subject.compiled(profile, trial.budget)
+    found = [
+        subject.decode(compiled, trial, each=lambda i, cache: None if i else twins(subject.model, cache))
+        for _ in range(2)
+    ]
+    equal(found[1], found[0], "a second run with equal keys")
+    near(found[0], expected, "equal keys, against the plain reference")
+
+
 def check_host_memory(subject: Subject, trial: Trial) -> None:
     """With K and V in host memory (``offload="cpu"``) the logits are those with K and V on the device, bit for bit."""
     cache = subject.driver.host_cache(subject.model, trial.rows) if trial.kind == "static" else None
@@ -422,6 +460,7 @@ MODEL_CHECKS: dict[str, Callable[[Subject, Trial], None]] = {
     "neighbours": check_neighbours,
     "padding": check_padding,
     "permutation": check_permutation,
+    "duplicates": check_duplicates,
     "host memory": check_host_memory,
     "gradients": check_gradients,
 }

@@ -110,8 +110,12 @@ class PlainFasa(TorchFunctionMode):
             )  # fmt: skip
         order = key.argsort(dim=-1, descending=True, stable=True)
         if b.n_fac < key.shape[-1]:
-            last, following = key.gather(-1, order[..., b.n_fac - 1 : b.n_fac + 1]).unbind(-1)
-            gaps = (last - following)[last.isfinite() & following.isfinite()]
+            edge = order[..., b.n_fac - 1 : b.n_fac + 1]
+            last, following = key.gather(-1, edge).unbind(-1)
+            # Equal rows of K have equal keys, whoever computes them: their index decides and no rounding.
+            rows = k.gather(2, edge[..., None].expand(-1, -1, -1, k.shape[-1]))
+            twins = (rows[:, :, 0] == rows[:, :, 1]).all(-1) & (last == following)
+            gaps = (last - following)[last.isfinite() & following.isfinite() & ~twins]
             self.closest = min([self.closest, *gaps.tolist()])
         kept = torch.zeros_like(key, dtype=torch.bool).scatter_(-1, order[..., : b.n_fac], True) & (key > -torch.inf)
         kept = kept.repeat(1, group, 1) if tiled else kept.repeat_interleave(group, 1)

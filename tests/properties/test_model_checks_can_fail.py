@@ -87,6 +87,15 @@ def first_by_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def ties_to_the_higher_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = reference._top
+
+    def top(key: Tensor, n: int) -> Tensor:
+        return key.shape[-1] - 1 - whole(key.flip(-1), n)
+
+    monkeypatch.setattr(reference, "_top", top)
+
+
 STALE = emitted(set_to(slots=lambda _: None))
 FAULTS: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = [
     ("dense parity", "no mask", emitted(lambda given, named: given.__setitem__(slice(9, 11), [None, None]))),
@@ -100,6 +109,7 @@ FAULTS: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = [
     ("neighbours", "rows mixed", computed(lambda out, v: out + 0.1 * out.roll(1, 0))),
     ("padding", "first tokens by slot", first_by_slot),
     ("permutation", "weight by slot", computed(lambda out, v: out + 0.01 * v[..., :1, :].repeat_interleave(2, 1))),
+    ("duplicates", "ties to the higher index", ties_to_the_higher_index),
     ("host memory", "values of other tokens", rows_fetched_wrongly),
     ("gradients", "sparse while training", blind_to_gradients),
 ]
