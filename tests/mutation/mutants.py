@@ -599,7 +599,7 @@ add(
     "scale and zero are not packed anew",
     "packed.meta[:, :, first : first + keys.shape[2]].copy_(meta)",
     "pass",
-    f"{STATE}::test_reset_and_a_new_prompt",
+    SPARSE,
 )
 add(
     "a cache in inference mode is trusted",
