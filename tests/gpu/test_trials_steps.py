@@ -104,7 +104,7 @@ def test_a_kernel_that_asks_for_more_than_the_gpu_has(kind, monkeypatch):
     whole = sparse_decode.configuration
 
     def too_large(*arguments):
-        return dataclasses.replace(whole(*arguments), block_n=256, fac_stages=16)
+        return dataclasses.replace(whole(*arguments), block_n=512, fac_stages=16)
 
     monkeypatch.setattr(sparse_decode, "configuration", too_large)
     model = tiny_llama(layers=2).to("cuda", torch.bfloat16)
