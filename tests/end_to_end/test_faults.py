@@ -436,9 +436,18 @@ def test_two_threads(models):
     assert fasa_compile.stats()["sparse_steps"] == 24 * 3
 
 
+@pytest.fixture
+def one_thread():
+    """A forked child has none of its parent's worker threads, and Dynamo compiles anew for another number of them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_process_goes_on_where_its_parent_was():
+def test_a_forked_process_goes_on_where_its_parent_was(one_thread):
     """While another thread of the parent is inside a step, whose lock nobody in the child would ever open."""
     model = prefilled(Interleaved)
     step, runtimes = following(small_profile(), model)
@@ -463,10 +472,11 @@ def test_a_forked_process_goes_on_where_its_parent_was():
         if child == 0:
             code = b"0"
             try:
-                torch.set_num_threads(1)  # the parent's threads are not here
                 runtime._compiled = whole
+                known = set(_live_runtimes())
                 out = step(TOKENS[:, 45:46].clone(), torch.tensor([45]))
                 code = b"1" if torch.equal(out, last) else b"2"
+                code = b"3" if set(_live_runtimes()) - known else code  # compiled anew: nothing was tested
             finally:
                 os.write(write, code)
                 os._exit(0)
