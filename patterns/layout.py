@@ -65,10 +65,14 @@ def size_of(expr: Expr) -> Size:
 def symbolic_size(expr: Expr) -> tuple[Any, ...]:
     """Sizes of an ``Expr``'s value with the graph's own symbols; one that Dynamo knows to be a number is that number."""
     value = graph.tensor(expr.node)
-    with torch.no_grad():
-        for op, args in expr.steps:
-            value = op(value, *args)
-    return tuple(_known(s) for s in value.shape)
+    known: dict[str, tuple[Any, ...]] = expr.node.meta.setdefault("fasa_sizes", {})  # symbols are slow to reason about
+    steps = repr(expr.steps)
+    if steps not in known:
+        with torch.no_grad():
+            for op, args in expr.steps:
+                value = op(value, *args)
+        known[steps] = tuple(_known(s) for s in value.shape)
+    return known[steps]
 
 
 def _known(size: Any) -> Any:
