@@ -158,6 +158,7 @@ def main() -> None:
 
     question = prompt(tokenizer, tokenizer.decode(hide[0]), args.tokens).to(args.device)
     print(f"\n{question.shape[1]} tokens of story, among them: {FACT}\nQuestion: {QUESTION}\n")
+    timed("compiling, reading and answering, first dense, then sparse: minutes on a CPU ...", start)
     dense = run(model, tokenizer, inner, question, read, args.new_tokens)
     timed(f"dense: {dense.answer}", start)
 

@@ -43,6 +43,29 @@ def tiny_llama(layers: int = 3, **changes: Any) -> Any:
     return model
 
 
+def tiny_gemma3() -> Any:
+    """A transformers Gemma 3 of a sliding layer, whose window is 32, and a full one; 4 query and 2 KV heads of 16 dims, sharpened."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Gemma3TextConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=512,
+        sliding_window=32,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    model = transformers.Gemma3ForCausalLM(config).eval()
+    for layer in model.model.layers:
+        layer.self_attn.q_norm.weight.data += 1.0
+        layer.self_attn.k_norm.weight.data += 1.0
+    return model
+
+
 def profile_of(
     layers: list[tuple[str, int, int, int, tuple[tuple[int, int], ...]]],
     n_tip: int,

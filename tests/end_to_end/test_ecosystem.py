@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import cache_for, llama_profile, tiny_llama
+from models import cache_for, llama_profile, tiny_gemma3, tiny_llama
 
 import fasa_compile
 from fasa_compile import generate
@@ -90,22 +90,7 @@ def test_assisted_decoding_takes_the_cache_that_it_needs():
 
 def test_layers_with_a_window():
     """Gemma 3's alternation of sliding and full layers, its hybrid static cache longer than the window."""
-    torch.manual_seed(0)
-    config = transformers.Gemma3TextConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=512,
-        sliding_window=32,
-        layer_types=["sliding_attention", "full_attention"],
-    )
-    model = transformers.Gemma3ForCausalLM(config).eval()
-    for layer in model.model.layers:
-        layer.self_attn.q_norm.weight.data += 1.0
-        layer.self_attn.k_norm.weight.data += 1.0
+    model = tiny_gemma3()
     expected = model.generate(IDS[:1], **HOW)
     assert torch.equal(ours(model, IDS[:1], profile="all"), expected)
     assert fasa_compile.stats()["sparse_steps"] > 0

@@ -16,6 +16,7 @@ from models import (
     half_split,
     llama_profile,
     profile_of,
+    tiny_gemma3,
     tiny_llama,
 )
 
@@ -165,23 +166,7 @@ def test_what_is_no_step():
 
 def test_layers_with_a_window():
     """Gemma 3: sliding layers of a hybrid static cache, longer than the window."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.Gemma3TextConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=512,
-        sliding_window=32,
-        layer_types=["sliding_attention", "full_attention"],
-    )
-    model = transformers.Gemma3ForCausalLM(config).eval()
-    for layer in model.model.layers:
-        layer.self_attn.q_norm.weight.data += 1.0
-        layer.self_attn.k_norm.weight.data += 1.0
+    model = tiny_gemma3()
     step = compiled(model, n_fac=24)
     together, one = (blocks(model, step, cache_for(model, "static"), sizes) for sizes in ((3, 3), (1,) * 6))
     assert fasa_compile.stats()["multi_token_steps"] == 2
