@@ -66,6 +66,25 @@ def launch(
     }
 
 
+def check_slices(found: list[dict[str, Any]], heads: Callable[[int], tuple[slice, slice]]) -> None:
+    """Each rank has its slices of KV and query heads, and the whole model's logits."""
+    for rank, mine in enumerate(found):
+        kv, q = heads(rank)
+        assert mine["actions"] == ["sparse"] * 2
+        assert mine["fcs"] == [layer[kv] for layer in mine["whole_fcs"]]
+        assert mine["norm"] == [layer[q] for layer in mine["whole_norm"]]
+        assert mine["difference"] < 1e-4 * max(1.0, mine["largest"])
+
+
+def same(found: dict[str, Any], decision: str | None = None, processes: int = 2) -> None:
+    """One process's logits, alike on all, and where asked for what became of the attention sites."""
+    assert found["alike"], "processes differ"
+    assert found["difference"] < 1e-4 * max(1.0, found["largest"])
+    if decision is not None:
+        assert set(found["decisions"]) == {decision}
+        assert set(found["caches"]) == {f"static (index_copy), over {processes} processes"}
+
+
 def collectives(run: Callable[[], Any]) -> int:
     """How often a call communicates, as PyTorch's profiler sees it."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:

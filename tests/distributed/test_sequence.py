@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from launching import Found, launch
+from launching import Found, launch, same
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")]
 RANKS = Path(__file__).with_name("sequence_ranks.py")
@@ -35,19 +35,6 @@ TWO = (
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return launch(RANKS, tmp_path_factory.mktemp("two"), 2, *TWO, ends={1: [-signal.SIGKILL]}, limit=500)
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return launch(RANKS, tmp_path_factory.mktemp("four"), 4, "operators", "mesh", limit=500)
-
-
-def same(found: dict, decision: str | None = None, processes: int = 2) -> None:
-    assert found["alike"], "processes differ"
-    assert found["difference"] < 1e-4 * max(1.0, found["largest"])
-    if decision is not None:
-        assert set(found["decisions"]) == {decision}
-        assert set(found["caches"]) == {f"static (index_copy), over {processes} processes"}
 
 
 @pytest.mark.parametrize("reduction", ["affine", "softmax_sum"])
@@ -74,17 +61,6 @@ def test_what_a_layers_step_exchanges(two: Found) -> None:
     """Gathered: K and V. Exact: the merge. Sparse: the best keys too, and for softmax_sum the heads' log-sum-exps."""
     for found in two["exchanges"]:
         assert found == {"gathered": 2, "exact": 1, "static": 2, "softmax_sum": 3}
-
-
-def test_a_module_of_ones_own_on_four_processes(four: Found) -> None:
-    """With the custom operators that a GPU's graphs have."""
-    for found in four["operators"]:
-        same(found, "sparse", 4)
-
-
-def test_heads_and_tokens_shared_out_at_once(four: Found) -> None:
-    for found in four["mesh"]:
-        same(found, "sparse")
 
 
 @pytest.mark.parametrize(

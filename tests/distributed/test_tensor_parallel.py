@@ -6,16 +6,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from launching import Found, launch
+from launching import Found, check_slices, launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")]
 RANKS = Path(__file__).with_name("ranks.py")
@@ -36,11 +34,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
     )
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return launch(RANKS, tmp_path_factory.mktemp("four"), 4, "replicated")
-
-
 @pytest.mark.parametrize("budget", ["covering", "small"])
 def test_a_sharded_transformers_model_gives_the_whole_models_logits(two: Found, budget: str) -> None:
     for found in two["llama"]:
@@ -54,21 +47,8 @@ def test_a_sparse_step_communicates_no_more_than_a_dense_one(two: Found) -> None
         assert dense == sparse > 0
 
 
-def check_slices(found: list[dict[str, Any]], heads: Callable[[int], tuple[slice, slice]]) -> None:
-    for rank, mine in enumerate(found):
-        kv, q = heads(rank)
-        assert mine["actions"] == ["sparse"] * 2
-        assert mine["fcs"] == [layer[kv] for layer in mine["whole_fcs"]]
-        assert mine["norm"] == [layer[q] for layer in mine["whole_norm"]]
-        assert mine["difference"] < 1e-4 * max(1.0, mine["largest"])
-
-
 def test_a_module_of_ones_own_sharded_by_parallelize_module(two: Found) -> None:
     check_slices(two["own"], lambda r: (slice(r, r + 1), slice(4 * r, 4 * r + 4)))
-
-
-def test_kv_heads_that_several_ranks_hold(four: Found) -> None:
-    check_slices(four["replicated"], lambda r: (slice(r // 2, r // 2 + 1), slice(2 * r, 2 * r + 2)))
 
 
 @pytest.mark.parametrize(
