@@ -89,7 +89,8 @@ class Audit:
 
     def _send(self) -> None:
         """Has each site's last number copied to the host."""
-        rows = torch.stack([w.lost[2] for w in self._sites])
+        device = self._sites[0].lost.device  # layers may lie on several
+        rows = torch.stack([w.lost[2].to(device) for w in self._sites])
         if not rows.is_cuda:
             self._seen = rows
             return
