@@ -46,13 +46,15 @@ class CacheMachine(RuleBasedStateMachine):
     """Operations on two caches of a model (one, where the model holds its own). ``cache_machine`` makes a class of it for a subject."""
 
     subject: Subject
-    #: Steps compared, over all runs, and of these sparse ones of several tokens.
+    #: Runs; steps compared, over all of them, and of these sparse ones of several tokens.
+    runs = 0
     compared = 0
     several_compared = 0
 
     @initialize(data=st.data())
     def begin(self, data: st.DataObject) -> None:
         subject = self.subject
+        type(self).runs += 1
         self.trial = data.draw(trials(subject.driver, steps=0, prompt=2), label="trial")
         self.profile = subject.profile(self.trial)
         torch._dynamo.reset()
@@ -178,4 +180,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 def cache_machine(subject: Subject) -> type[CacheMachine]:
     """The state machine of a subject; ``hypothesis.stateful.run_state_machine_as_test`` runs it, ``.TestCase`` is for unittest."""
-    return type("CacheMachine", (CacheMachine,), {"subject": subject, "compared": 0, "several_compared": 0})
+    return type("CacheMachine", (CacheMachine,), {"subject": subject, "runs": 0, "compared": 0, "several_compared": 0})

@@ -6,13 +6,14 @@ import functools
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 EXAMPLES: Counter[str] = Counter()
+STEPS: Counter[str] = Counter()  # steps that runs of cache operations compared
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -38,9 +39,23 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
         handle.inner_test = whole
 
 
+@pytest.fixture
+def counted(request: pytest.FixtureRequest) -> Callable[[int, int], None]:
+    """``counted(examples, steps)``, for a test whose examples Hypothesis does not draw for the function itself."""
+    name = request.node.nodeid.split("::", 1)[-1]
+
+    def add(examples: int, steps: int) -> None:
+        EXAMPLES[name] += examples
+        STEPS[name] += steps
+
+    return add
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     path = os.environ.get("FASA_EXAMPLES")
     if path and not hasattr(session.config, "workerinput"):
-        table = {"total": sum(EXAMPLES.values()), "by_test": dict(sorted(EXAMPLES.items()))}
+        table: dict[str, Any] = {"total": sum(EXAMPLES.values()), "by_test": dict(sorted(EXAMPLES.items()))}
+        if STEPS:
+            table["steps_compared"] = dict(sorted(STEPS.items()))
         Path(path).write_text(json.dumps(table, indent=1) + "\n")
         print(f"\n{table['total']} examples")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -53,7 +55,7 @@ def test_what_is_found_is_what_the_model_computes(spec: TinySpec) -> None:
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_cache_operations_in_any_order(cache: str) -> None:
+def test_cache_operations_in_any_order(cache: str, counted: Callable[[int, int], None]) -> None:
     machine = cache_machine(subject(TinySpec(cache=cache, layers=1)))
     run_state_machine_as_test(machine, settings=settings(examples("machine"), suppress_health_check=list(HealthCheck)))
     assert machine.compared > 20 and machine.several_compared > 3
