@@ -58,4 +58,5 @@ def test_what_is_found_is_what_the_model_computes(spec: TinySpec) -> None:
 def test_cache_operations_in_any_order(cache: str, counted: Callable[[int, int], None]) -> None:
     machine = cache_machine(subject(TinySpec(cache=cache, layers=1)))
     run_state_machine_as_test(machine, settings=settings(examples("machine"), suppress_health_check=list(HealthCheck)))
+    counted(machine.runs, machine.compared)
     assert machine.compared > 20 and machine.several_compared > 3
