@@ -844,7 +844,7 @@ add(
     "x = x.clamp(-info.limit, info.limit)\n    if",
 )
 
-SHARDED, SEQUENCE = "kernels/test_sharded_decode.py", "match/test_sequence.py"
+SHARDED, SEQUENCE = "kernels/test_sharded_decode.py", "match/test_sequence_sites.py"
 add = breaks("triton_kernels/sharded_decode.py", SHARDED)
 add("a process's best are not counted from its own", "chosen < (rank + 1) * n)", "chosen < (rank + 2) * n)")
 add("every process attends to all of its best", "(torch.arange(n, device=q.device) < count) & ", "")

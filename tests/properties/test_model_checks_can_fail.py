@@ -88,12 +88,12 @@ def first_by_slot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ties_to_the_higher_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = reference._top
+    whole = reference.best
 
-    def top(key: Tensor, n: int) -> Tensor:
+    def best(key: Tensor, n: int) -> Tensor:
         return key.shape[-1] - 1 - whole(key.flip(-1), n)
 
-    monkeypatch.setattr(reference, "_top", top)
+    monkeypatch.setattr(reference, "best", best)
 
 
 STALE = emitted(set_to(slots=lambda _: None))

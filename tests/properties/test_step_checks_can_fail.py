@@ -51,19 +51,19 @@ TIES = (("(2**31 - position)", "position"), ("2**31 - (picked & 0xFFFFFFFF)", "p
 BREAKS: dict[str, list[tuple[tuple[str, str], ...]]] = {
     "selection": [
         (("t >= stop - n_recent", "t >= stop - n_recent + 1"),),
-        (("chosen = _top(key, n_fac)", "chosen = _top(key, n_fac)[..., : max(1, n_fac - 1)].repeat(1, 1, 2)[..., :n_fac]"),),
+        (("chosen = best(key, n_fac)", "chosen = best(key, n_fac)[..., : max(1, n_fac - 1)].repeat(1, 1, 2)[..., :n_fac]"),),
         (("token_zero * rounded.sum(-1, keepdim=True)", "token_zero"),),
         TIES,
     ],
     "covering budget": [(("s = capped(scale * _matmul(qg, k), softcap)", "s = scale * _matmul(qg, k)"),)],
     "hidden tokens": [(("v = torch.where(allowed.any(2)[..., None], v, 0.0)", "v = v"),)],
     "neighbours": [(("torch.where(s == s, s, -_FLOAT_MAX)", "(s + 0 * s.sum())"),)],
-    "padding": [(("t < first + n_sink", "t < n_sink"),), (("& inside[:, None, None, :], bias", ", bias"), ("t >= stop", "t >= L"))],
-    "permutation": [(("key = torch.where(key == 0, 0.0, key)", "key = key + 0.1 * torch.arange(L)"),)],
+    "padding": [(("t < first + n_sink", "t < n_sink"),), (("& inside[:, None, None, :], bias", ", bias"), ("t >= stop", "t >= key.shape[-1]"))],
+    "permutation": [(("key = torch.where(key == 0, 0.0, key)", "key = key + 0.1 * torch.arange(key.shape[-1])"),)],
     "scale": [(("(scale * step) * (token", "step * (token"),)],
     "duplicates": [TIES],
     "growing budget": [
-        (("chosen = _top(key, n_fac)", "chosen = _top(torch.where(key.isfinite(), key * (-1) ** n_fac, key), n_fac)"),)
+        (("chosen = best(key, n_fac)", "chosen = best(torch.where(key.isfinite(), key * (-1) ** n_fac, key), n_fac)"),)
     ],
     "heads": [(("norm.float().reshape(1, Hkv, G, 1)", "norm.float().flip(0).reshape(1, Hkv, G, 1)"),)],
     "repeat": [(("return qg @ k.float().transpose(2, 3)", "return qg @ k.float().transpose(2, 3) + torch.rand(1)"),)],
@@ -81,7 +81,7 @@ def test_a_fault_is_caught(name: str, changes: tuple[tuple[str, str], ...]) -> N
 
 
 def test_wrong_keys_are_caught() -> None:
-    impl = broken(("_guarded_logsumexp(s, 2)", "s.amax(2, keepdim=True)"))
+    impl = broken(("guarded_logsumexp(s, 2)", "s.amax(2, keepdim=True)"))
     assert caught(strategies.steps(), lambda step: step_checks.check_keys(step.case(), impl))
 
 
