@@ -11,7 +11,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 # Processes that run tests side by side, and seconds after which a whole test run is stopped.
 WORKERS ?= 2
-TEST_LIMIT ?= 2100
+TEST_LIMIT ?= 2280
 PYTEST_ARGS ?=
 
 BIN = $(VENV)/bin
