@@ -62,7 +62,7 @@ PACK_US = _s0 + _dr * PACK_BYTES
 
 #: What a token of length adds to dense reading and not to sparse: the break-even exists while this is positive.
 _gain = sympy.diff(DENSE_US - SPARSE_US.subs(_kept, _n_fac), _L)
-_behind = sympy.simplify((SPARSE_US.subs(_kept, _n_fac) - DENSE_US) + _gain * _L)  # of sparse, at length zero
+_behind = (SPARSE_US.subs(_kept, _n_fac) - DENSE_US).subs(_L, 0)  # of sparse, at length zero: both grow linearly
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,12 @@ def test_what_a_site_needs_is_on_the_device_of_its_keys(monkeypatch: pytest.Monk
         return replace(item, fake=torch.empty_like(item.fake, device="meta")) if item.decision.site.index == 1 else item
 
     bound: list[Any] = []
-    runtime = Runtime(lambda *given: bound.append(given[len(examples) :]), list(map(there, extra)), tally=how["tally"], caches=how["caches"])
+    runtime = Runtime(
+        lambda *given: bound.append(given[len(examples) :]),
+        list(map(there, extra)),
+        tally=how["tally"],
+        caches=how["caches"],
+    )
     (place,) = {item.decision.site.cache.k_input for item in extra if item.decision.site.index == 1}
 
     runtime(*(x.to("meta") if i == place else x for i, x in enumerate(examples)))

@@ -73,7 +73,7 @@ def test_the_package_imports_without_triton() -> None:
         "assert torch.ops.fasa.dense_decode(q, k, k, None, None, **how).shape == q.shape\n"
         "assert not [m for m in sys.modules if m.startswith('triton.')]\n"
     )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 
 

@@ -24,7 +24,14 @@ def matrix() -> ModuleType:
 
 def test_a_row_takes_the_place_of_the_same_versions(matrix, monkeypatch, tmp_path):
     monkeypatch.setattr(matrix, "RECORD", tmp_path / "versions.json")
-    row = {"python": "3.12.1", "torch": "2.13.0", "transformers": "5.24.0", "triton": None, "import_s": 0.1}
+    row = {
+        "python": "3.12.1",
+        "torch": "2.13.0",
+        "transformers": "5.24.0",
+        "triton": None,
+        "import_s": 0.1,
+        "backend_s": 0.5,
+    }
     row |= {"tests": {"passed": 3}, "failed": [], "date": "2026-01-01"}
     matrix.keep(row)
     matrix.keep(row | {"python": "3.11.7"})
@@ -32,7 +39,7 @@ def test_a_row_takes_the_place_of_the_same_versions(matrix, monkeypatch, tmp_pat
     rows = json.loads((tmp_path / "versions.json").read_text())["rows"]
     assert [(r["python"], r["tests"]["passed"]) for r in rows] == [("3.11.7", 3), ("3.12.1", 2)]
     page = matrix.page(rows)
-    assert re.search(r"\| 3\.12\.1 \| 2\.13\.0 \| 5\.24\.0 \| none \| 0\.10 \| 2 \| 1 \| 0 \|", page)
+    assert re.search(r"\| 3\.12\.1 \| 2\.13\.0 \| 5\.24\.0 \| none \| 0\.100 \| 0\.50 \| 2 \| 1 \| 0 \|", page)
     assert "match/test_x.py::test_y" in page
 
 
