@@ -3,8 +3,8 @@
     python benchmarks/calibration.py --device cuda --out benchmarks/results/calibration-h100.json       SmolLM2-135M, 4096 tokens
 
 ``first`` is a call in a fresh process; ``again`` the median of ``--repeats`` more, Dynamo's caches emptied before each, as for another
-model. ``core s`` is processor time, which a busy machine tells nearly as an idle one does. Memory is compared with the forward that
-calibration makes (no cache, one row of logits): what is allocated at most on a GPU, on a CPU the process's peak.
+model. ``core s`` is processor time, which a busy machine tells nearly as an idle one does. Memory is compared with the leanest forward that
+the model has (no cache, one row of logits): what is allocated at most meanwhile on a GPU, on a CPU (Linux) what the process holds at most.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import sys
 import time
@@ -68,6 +67,12 @@ def timed_parts(sync: Callable[[], None]) -> Iterator[dict[str, float]]:
             setattr(owner, attribute, kept[name])
 
 
+def resident_peak() -> float:
+    """MiB that this process has held at most since ``/proc/self/clear_refs`` was last written."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(status.split("VmHWM:")[1].split()[0]) / 2**10
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="smollm2, or the path of a GGUF file")
@@ -88,28 +93,27 @@ def main() -> None:
             torch.cuda.synchronize()
 
     def peak(call: Callable[[], Any]) -> tuple[float, float, float]:
-        """Seconds, of all cores' time too, and MiB at most allocated (a CPU: the process's peak so far)."""
+        """Seconds, of all cores' time too, and MiB at most meanwhile."""
         sync()
         if cuda:
             torch.cuda.reset_peak_memory_stats()
+        else:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak, of proc(5)
         began, spent = time.perf_counter(), time.process_time()
         call()
         sync()
         seconds, spent = time.perf_counter() - began, time.process_time() - spent
-        most = (
-            torch.cuda.max_memory_allocated() / 2**20
-            if cuda
-            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-        )
+        most = torch.cuda.max_memory_allocated() / 2**20 if cuda else resident_peak()
         return seconds, spent, most
 
     def run() -> None:
         torch._dynamo.reset()
         fasa_compile.calibrate(model, ids, progress=False)
 
+    lean = {"use_cache": False, "logits_to_keep": 1}
     with torch.no_grad():
-        calibration._forward(model, ids[:, :64])
-        forward = peak(lambda: calibration._forward(model, ids))
+        model(ids[:, :64], **lean)
+        forward = peak(lambda: model(ids, **lean))
     first = peak(run)
     again = [peak(run) for _ in range(args.repeats)]
     with timed_parts(sync) as parts:

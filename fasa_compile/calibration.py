@@ -14,14 +14,17 @@ import torch
 from torch import Tensor, fx, nn
 
 from fasa_compile.calibration_budgets import allocate, pyramid
-from fasa_compile.calibration_stats import LayerStats
+from fasa_compile.calibration_stats import METHODS, LayerStats
 from fasa_compile.capture import capture, no_garbage_collection, path_in, pin_root_module, root_module
 from fasa_compile.errors import CalibrationError, FasaWarning
 from fasa_compile.fingerprint import data_fingerprint, weights_fingerprint
 from fasa_compile.match import match
-from fasa_compile.profiles.schema import Budget, FCProfile, LayerProfile, ModelFacts
+from fasa_compile.profiles.schema import FC_FORMATS, REDUCTIONS, Budget, FCProfile, LayerProfile, ModelFacts
 from fasa_compile.rewrite import Emitter, copy_graph
 from fasa_compile.sites import AttentionSite, NoMatch, below
+
+#: Rows of a mask [T, L] that are counted at a time.
+MASK_ROWS = 256
 
 
 class _Observer:
@@ -73,7 +76,8 @@ class _Observer:
             for row in range(q.shape[0]):
                 mine = None if mask is None else mask[row if mask.shape[0] > 1 else 0]
                 if mine is not None:
-                    seen = int(_allowed(mine).sum(-1).max())
+                    rows = _allowed(mine).split(MASK_ROWS, dim=-2)  # a sum of bools is made of int64 copies of them
+                    seen = max(int(part.sum(-1).max()) for part in rows)
                     self.windows[site.layer] = max(self.windows.get(site.layer, 0), seen)
                 one_q, one_k, bias = _visible(q[row : row + 1], k[row : row + 1], mine)
                 self.stats[site.layer].update(one_q, one_k, site.scale, None, site.softcap, bias)
@@ -110,16 +114,21 @@ def _visible(q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor,
     chosen = q.index_select(2, queries), k.index_select(2, keys)
     if mask.dtype == torch.bool:
         return *chosen, None
-    bias = torch.where(allowed, mask, 0.0).expand(*mask.shape[:-2], T, L)
-    bias = bias.reshape(1, -1, T, L).index_select(2, queries).index_select(3, keys)
-    return *chosen, bias if bool(bias.any()) else None
+    bias = torch.where(allowed, mask, 0.0)
+    if not bool(bias.any()):
+        return *chosen, None
+    bias = bias.expand(*mask.shape[:-2], T, L).reshape(1, -1, T, L)
+    return *chosen, bias.index_select(2, queries).index_select(3, keys)
 
 
 def _forward(model: nn.Module, token_ids: Tensor) -> Any:
-    """Call a causal LM on ``token_ids [B, T]``: no cache and no logits but the last, where the signature lets us say so."""
-    parameters = inspect.signature(_original_forward(model)).parameters
-    extra = {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in parameters}
-    return model(token_ids, **extra)
+    """Call a causal LM on ``token_ids [B, T]``, for the last token's logits alone where its signature lets us say so.
+
+    ``model`` may be what ``torch.compile`` made of one, whose own signature is ``(*args, **kwargs)``. A cache is left to the
+    model: transformers traced without one builds a mask of [T, T], to tell sequences that are packed in a row.
+    """
+    takes = inspect.signature(_original_forward(getattr(model, "_orig_mod", model))).parameters
+    return model(token_ids, **({"logits_to_keep": 1} if "logits_to_keep" in takes else {}))
 
 
 def _original_forward(model: nn.Module) -> Callable[..., Any]:
@@ -177,12 +186,20 @@ def calibrate(
     many of them as FCs; a bias that the attention adds to its scores counts in what needs scores.
 
     The model runs once per text, through ``torch.compile`` with a backend that only looks. Raises ``CalibrationError`` when
-    no attention with a rotary embedding is found, q or k hold values that no statistic can be made of, or a budget cannot be shared
-    out as asked.
+    no attention with a rotary embedding is found, q or k hold values that no statistic can be made of, or what is asked for is
+    unknown or impossible.
     """
     texts = _texts(data)
-    if layer_budgets not in LAYER_BUDGETS:
-        raise CalibrationError(f"layer_budgets: expected one of {', '.join(LAYER_BUDGETS)}, found {layer_budgets!r}")
+    for what, found, known in (
+        ("method", method, METHODS),
+        ("fc_format", fc_format, FC_FORMATS),
+        ("reduction", reduction or REDUCTIONS[0], REDUCTIONS),
+        ("layer_budgets", layer_budgets, LAYER_BUDGETS),
+    ):
+        if found not in known:
+            raise CalibrationError(f"{what}: expected one of {', '.join(known)}, found {found!r}")
+    if n_tip is not None and n_tip < 1:
+        raise CalibrationError(f"n_tip: expected at least 1 FC per KV head, or None, found {n_tip}")
     if dense_above is not None and not 0 <= dense_above < 1:
         raise CalibrationError(
             f"dense_above: expected a share of attention mass, 0 to 1, or None, found {dense_above!r}"
@@ -226,14 +243,17 @@ def calibrate(
         )
     longest, budget = max(t.shape[1] for t in texts), budget or Budget()
     layers: dict[str, LayerProfile] = {}
-    kept: dict[
-        str, dict[str, list[float]]
-    ] = {}  # of each sparse layer, by reduction, at the numbers of tokens in ``grid``
+    # Of each sparse layer, by reduction, at the numbers of tokens in ``grid``.
+    kept: dict[str, dict[str, list[float]]] = {}
     grid = (
         sorted({max(round(share * budget.n_fac), 1) for share in GRID}) if layer_budgets == "mass" else [budget.n_fac]
     )
-    for name, stats in observer.stats.items():
-        count = n_tip if n_tip is not None else max(1, len(stats.rope.chunks) // 2)
+    for name in list(observer.stats):
+        stats = observer.stats.pop(name)  # Dynamo's cache keeps the observer: without its samples
+        most = len(stats.rope.chunks)
+        count = n_tip if n_tip is not None else max(1, most // 2)
+        if stats.rope.pairs and count > most:
+            raise CalibrationError(f"{name}: n_tip: expected 1 to {most} FCs per KV head, found {count}")
         if not stats.rope.pairs:  # single dims, as many as that number of FCs would have; int4 wants an even number
             count = min(2 * n_tip, stats.head_dim) if n_tip is not None else max(2, stats.head_dim // 4 * 2)
         made = stats.layer_profile(name, count, method, reduction or "static")

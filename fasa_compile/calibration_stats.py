@@ -381,7 +381,8 @@ class LayerStats:
 
         ``stats``: ``tokens``; ``energy_kept``, the share of the rotated dims' score variance that the FCs hold, mean over KV
         heads; ``energy_rotated``, the rotated dims' share of all dims'; ``stability``, the overlap of the sets that the first and
-        the second halves of the texts would choose. Raises ``CalibrationError`` as ``rank`` does, and ``ValueError`` for an
+        the second halves of the texts would choose; ``stability_length``, that of the first halves' sets, which texts half as long
+        would give, with these. Raises ``CalibrationError`` as ``rank`` does, and ``ValueError`` for an
         impossible ``n_tip``.
         """
         n_fc = len(self.rope.chunks)
@@ -389,7 +390,10 @@ class LayerStats:
             raise ValueError(f"{name}: n_tip: expected 1 to {n_fc} FCs per KV head, found {n_tip}")
         fcs = self._rank(method, top, reduction, n_tip, None)[:, :n_tip].sort(1).values
         halves = [self._rank(method, top, reduction, n_tip, h)[:, :n_tip] for h in (0, 1)]
-        same = (halves[0][:, :, None] == halves[1][:, None, :]).any(2).double().mean()
+
+        def overlap(one: Tensor, other: Tensor) -> float:
+            return float((one[:, :, None] == other[:, None, :]).any(2).double().mean())
+
         energy, all_dims = self.energy(), self._dim_energy().sum(1)
         kept, rotated = energy.gather(1, fcs).sum(1), energy.sum(1)
         centre = self.key_mean().float().cpu()
@@ -412,7 +416,8 @@ class LayerStats:
                 # A head whose rotated dims never vary loses nothing by any choice.
                 "energy_kept": float(torch.where(rotated > 0, kept / rotated, 1.0).mean()),
                 "energy_rotated": float(torch.where(all_dims > 0, rotated / all_dims, 1.0).mean()),
-                "stability": float(same),
+                "stability": overlap(*halves),
+                "stability_length": overlap(halves[0], fcs),
             },
         )
 

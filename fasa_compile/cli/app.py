@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -117,6 +119,26 @@ def pick_inner(given: str | None) -> Any:
     if given not in ("inductor", "eager"):
         raise typer.BadParameter(f"--inner: expected inductor or eager, found {given}")
     return given
+
+
+def read_text(path: Path) -> str:
+    from fasa_compile.errors import ModelError
+
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as problem:
+        raise ModelError(f"{path}: expected a text in UTF-8 ({problem})") from None
+
+
+def numbers(text: str, option: str) -> tuple[int, ...]:
+    """``4k,32768``, given for ``option``, as tokens, ascending."""
+    out = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*([kK]?)\s*", part)
+        if not match or not int(match[1]):
+            raise typer.BadParameter(f"{option}: expected numbers of tokens like 4k,32k, found {part!r}")
+        out.append(int(match[1]) * (1024 if match[2] else 1))
+    return tuple(sorted(set(out)))
 
 
 def read_profile(name: str | None) -> FCProfile | None:

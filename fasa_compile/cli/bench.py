@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +22,7 @@ from fasa_compile.cli.app import (
     budget_options,
     busy,
     command,
+    numbers,
     pick_device,
     pick_inner,
     plain_table,
@@ -31,17 +31,6 @@ from fasa_compile.cli.app import (
     short,
     stdout,
 )
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """``4k,32768`` as tokens."""
-    out = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*([kK]?)\s*", part)
-        if not match or not int(match[1]):
-            raise typer.BadParameter(f"--contexts: expected numbers of tokens like 4k,32k, found {part!r}")
-        out.append(int(match[1]) * (1024 if match[2] else 1))
-    return tuple(sorted(set(out)))
 
 
 def _bench_table(record: dict[str, Any]) -> Table:
@@ -110,7 +99,7 @@ def bench(
     names = tuple(v.strip() for v in variants.split(","))
     if unknown := sorted(set(names) - set(benches.VARIANTS)):
         raise typer.BadParameter(f"--variants: expected some of hf, dense, sparse, found {unknown[0]!r}")
-    lengths, found = _numbers(contexts), loading.source(model)
+    lengths, found = numbers(contexts, "--contexts"), loading.source(model)
     place, compiler = pick_device(device), pick_inner(inner)
     mode = "reduce-overhead" if place.startswith("cuda") and compiler == "inductor" else None
     budget = budget_options(n_fac)

@@ -22,6 +22,7 @@ from fasa_compile.cli.app import (
     need_tokenizer,
     pick_device,
     print_json,
+    read_text,
     stderr,
     stdout,
 )
@@ -60,7 +61,7 @@ def calibrate(
     found = loading.source(model)
     if out.suffix not in (".safetensors", ".json"):
         raise typer.BadParameter(f"--out: expected a name ending in .safetensors or .json, found {out.name}")
-    content = text.read_text(encoding="utf-8")
+    content = read_text(text)
     began = time.perf_counter()
     with busy(f"loading {escape(found.name)}"):
         loaded, tokenizer = loading.load(found, pick_device(device))

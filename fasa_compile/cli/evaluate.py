@@ -21,11 +21,13 @@ from fasa_compile.cli.app import (
     busy,
     command,
     need_tokenizer,
+    numbers,
     pick_device,
     pick_inner,
     plain_table,
     print_json,
     read_profile,
+    read_text,
     stdout,
 )
 
@@ -39,6 +41,15 @@ def evaluate(
     stretches: Annotated[int, typer.Option(min=1, help="How many stretches.")] = 1,
     last: Annotated[int, typer.Option(min=3, help="Tokens at the end of each that are decoded one by one.")] = 256,
     keys: Annotated[int, typer.Option(min=0, help="Facts to hide and ask for, of two kinds; 0: none.")] = 0,
+    lengths: Annotated[
+        str | None, typer.Option(help="Tokens of the texts that hide the facts, like 2k,4k (--tokens).")
+    ] = None,
+    tasks: Annotated[
+        Path | None,
+        typer.Option(help="A file of questions to answer: JSON lines of LongBench, MATH-500 or AIME 2024."),
+    ] = None,
+    kind: Annotated[str, typer.Option(help="What --tasks has: longbench, math500 or aime24.")] = "longbench",
+    first: Annotated[int | None, typer.Option(min=1, help="Only so many of the questions.")] = None,
     n_fac: N_FAC = None,
     out: Annotated[Path | None, typer.Option(help="Write the record there (JSON).")] = None,
     device: DEVICE = None,
@@ -46,16 +57,24 @@ def evaluate(
     any_weights: ANYWAY = False,
     as_json: JSON = False,
 ) -> None:
-    """What sparse steps cost: perplexity, KL and recall, dense and sparse, token by token behind a dense prefill."""
+    """What sparse steps cost: perplexity, KL, recall and answers, dense and sparse, token by token behind a dense prefill."""
     import torch
 
     from fasa_compile import loading
     from fasa_compile.doctor import environment
     from fasa_compile.errors import ModelError
     from fasa_compile.evaluation import evaluate as run
+    from fasa_compile.tasks import load as load_tasks
 
     if last >= tokens - 1:
         raise typer.BadParameter(f"--last: expected less than --tokens - 1 = {tokens - 1}, found {last}")
+    facts_at = numbers(lengths, "--lengths") if lengths else (tokens,)
+    if facts_at[-1] > tokens:
+        raise typer.BadParameter(f"--lengths: expected at most --tokens = {tokens}, found {facts_at[-1]}")
+    try:
+        questions = load_tasks(tasks, kind)[:first] if tasks else []
+    except ValueError as problem:
+        raise typer.BadParameter(f"--tasks: {problem}") from None
     found, place, compiler = loading.source(model), pick_device(device), pick_inner(inner)
     loaded = read_profile(profile)
     options: dict[str, Any] = {
@@ -65,14 +84,14 @@ def evaluate(
     }
     with busy(f"loading {escape(found.name)}") as note:
         real, tokenizer = loading.load(found, place)
-        ids = need_tokenizer(tokenizer, model)(text.read_text(encoding="utf-8"), verbose=False)["input_ids"]
+        ids = need_tokenizer(tokenizer, model)(read_text(text), verbose=False)["input_ids"]
         if len(ids) < tokens * stretches:
             raise ModelError(
                 f"{text}: {stretches} stretches of {tokens} tokens need {tokens * stretches}, it has {len(ids)}"
             )
         note("decoding")
         texts = torch.tensor(ids[: tokens * stretches]).view(stretches, tokens)
-        record = run(real, tokenizer, loaded, texts, last=last, keys=keys, **options)
+        record = run(real, tokenizer, loaded, texts, last=last, keys=keys, lengths=facts_at, tasks=questions, **options)
     record = {
         "model": type(real).__name__,
         "profile": profile,
@@ -88,16 +107,18 @@ def evaluate(
         return
     table = plain_table(("", "perplexity", "x dense", "KL to dense", "same top token", "steps/s"))
     for name, row in record["perplexity"].items():
-        numbers = (
+        columns = (
             row["perplexity"],
             row["perplexity_ratio"],
             row["kl_to_dense"],
             row["top1_agreement"],
             row["steps_per_second"],
         )
-        table.add_row(name, *(f"{n:.{d}f}" for n, d in zip(numbers, (3, 4, 4, 3, 1), strict=True)))
+        table.add_row(name, *(f"{n:.{d}f}" for n, d in zip(columns, (3, 4, 4, 3, 1), strict=True)))
     stdout().print(table)
-    for kind in ("passkey", "key_value"):
-        for length, paths in record.get(kind, {}).items():
+    for facts in ("passkey", "key_value"):
+        for length, paths in record.get(facts, {}).items():
             shares = ", ".join(f"{name} {100 * row['digits']:.0f} %" for name, row in paths.items())
-            stdout().print(f"{kind} at {length} tokens, digits recalled: {shares}", highlight=False)
+            stdout().print(f"{facts} at {length} tokens, digits recalled: {shares}", highlight=False)
+    for name, row in record.get("tasks", {}).items():
+        stdout().print(f"{kind}, {row['number']} questions, {name}: {100 * row['mean']:.1f} %", highlight=False)

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 import fasa_compile
 from fasa_compile import loading
 from fasa_compile.cli import app
-from fasa_compile.cli.bench import _numbers
+from fasa_compile.cli.app import numbers
 from fasa_compile.cli.explain import _folded, _ranges
 
 LLAMA_8B = {
@@ -67,6 +67,57 @@ def test_calibrate_writes_a_profile_that_loads(home):
     assert home.calibrated.json["out"] == str(home.profile)
     assert [row["layer"] for row in home.calibrated.json["layers"]] == [p.layer for p in loaded.layers]
     assert loaded.data["tokens"] == 256
+
+
+def calibrated(home: SimpleNamespace, out: Path, *options: Any, code: int = 0) -> SimpleNamespace:
+    return run("calibrate", home.model, "--text", home.text, "--out", out, "--tokens", 128, *options, code=code)
+
+
+def test_calibrate_options_reach_the_profile(home, tmp_path):
+    out = tmp_path / "p.json"
+    common = (
+        "--n-fac",
+        64,
+        "--fc-format",
+        "int8",
+        "--reduction",
+        "max",
+        "--method",
+        "contextual_agreement",
+        "--n-tip",
+        3,
+    )
+    calibrated(home, out, *common, "--layer-budgets", "pyramid")
+    made = fasa_compile.load_profile(str(out))
+    assert (made.fc_format, made.reduction, made.method) == ("int8", "max", "contextual_agreement")
+    # PyramidKV on two layers: the last has the forced tokens, 4 + 16, alone, and both together twice the mean.
+    assert [(p.n_tip, p.n_fac, p.dense) for p in made.layers] == [(3, 108, False), (3, 20, False)]
+    shown = calibrated(home, out, "--n-fac", 24, "--layer-budgets", "mass", "--dense-above", 0, "--json").json
+    assert [(row["dense"], row["n_fac"]) for row in shown["layers"]] == [(True, None)] * 2
+    assert all(0 < row["stats"]["mass_lost"] < 1 for row in shown["layers"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--layer-budgets", "fitted"), "layer_budgets: expected one of equal, mass, pyramid, found 'fitted'"),
+        (("--dense-above", "1.5"), "dense_above: expected a share of attention mass, 0 to 1, or None, found 1.5"),
+        (
+            ("--method", "best"),
+            "method: expected one of score_variance, contextual_agreement, greedy_mass, found 'best'",
+        ),
+        (("--reduction", "mean"), "reduction: expected one of static, affine, softmax_sum, max, found 'mean'"),
+        (("--fc-format", "int3"), "fc_format: expected one of fp32, bf16, fp16, fp8, int8, int4, found 'int3'"),
+        (("--n-tip", "99"), "model.layers.0.self_attn: n_tip: expected 1 to 16 FCs per KV head, found 99"),
+        (("--n-tip", "0"), "n_tip: expected at least 1 FC per KV head, or None, found 0"),
+        (("--n-fac", "3"), "n_sink + n_recent"),
+    ],
+)
+def test_calibrate_refuses_in_one_line_and_writes_nothing(home, tmp_path, options, message):
+    out = tmp_path / "p.json"
+    done = calibrated(home, out, *options, code=1)
+    assert done.err.count("error: ") == 1 and message in done.err and "Traceback" not in done.err
+    assert not out.exists()
 
 
 def test_explain_reads_a_configuration_alone(tmp_path):
@@ -209,6 +260,10 @@ def test_doctor_says_what_works(monkeypatch):
         (("explain", "{model}", "--layers", "9"), "--layers: expected 1 to 2, found 9"),
         (("profile", "show", "{text}"), "expected"),
         (
+            ("calibrate", "{model}", "--text", "{profile}", "--out", "{base}/x.json"),
+            "profile.safetensors: expected a text in UTF-8",
+        ),
+        (
             ("profile", "show", "nothing"),
             "expected a path ending in .json or .safetensors, or the name of a shipped profile",
         ),
@@ -244,7 +299,7 @@ def test_wrong_usage_is_exit_code_two(home):
 
 def test_numbers_are_folded():
     assert _ranges([0, 1, 2, 5]) == "0-2,5" and _ranges([1, 3, 5, 7]) == "1-7 step 2" and _ranges([4]) == "4"
-    assert _numbers("32k,4096") == (4096, 32768)
+    assert numbers("32k,4096", "--contexts") == (4096, 32768)
     assert _folded([]) == []
 
 
@@ -326,8 +381,19 @@ def test_eval_compares_with_dense(home, tmp_path):
         "--inner",
         "eager",
     )
-    done = run(*given, "--n-fac", 24, "--out", record)
-    rows = json.loads(record.read_text())["perplexity"]
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text(
+        '{"input": "Who jumps?", "context": "The fox jumps.", "answers": ["the fox"]}\n{"input": "Who?"}\n'
+    )
+    run(*given, "--tasks", questions, code=2)  # its second line is no question
+    run(*given, "--tasks", questions, "--kind", "riddles", code=2)
+    questions.write_text(questions.read_text().splitlines()[0])
+    done = run(*given, "--n-fac", 24, "--out", record, "--tasks", questions)
+    found = json.loads(record.read_text())
+    assert [found["tasks"][path]["number"] for path in ("dense", "sparse")] == [1, 1]
+    assert "longbench, 1 questions, sparse: " in done.out
+    rows = found["perplexity"]
     assert rows["dense"]["kl_to_dense"] == 0 and rows["sparse"]["kl_to_dense"] > 0
     assert f"{rows['sparse']['perplexity_ratio']:.4f}" in done.out
     run(*given[:-4], "--last", 300, code=2)
+    run(*given, "--keys", 1, "--lengths", "1k", code=2)  # longer than the text's 200 tokens

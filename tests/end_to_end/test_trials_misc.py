@@ -212,6 +212,24 @@ def test_a_layer_that_calibration_did_not_reach_is_an_error_or_dense():  # trial
         fasa_compile.calibrate(model, texts, forward=forward, progress=False)
 
 
+def test_calibration_asks_for_one_row_of_logits():
+    """Those of a whole text, 4096 x 49152 floats of SmolLM2, would be most of what calibration holds."""
+
+    class Watched(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.logits = tiny_llama(layers=1), []
+
+        def forward(self, input_ids, logits_to_keep=0):
+            out = self.inner(input_ids, logits_to_keep=logits_to_keep)
+            self.logits.append(out.logits.shape[1])
+            return out
+
+    model = Watched()
+    fasa_compile.calibrate(model, IDS[0, :40], progress=False)
+    assert model.logits == [1]
+
+
 def test_calibration_texts_that_are_short_or_broken():  # trial Q1
     model = tiny_llama(layers=1)
     profile = fasa_compile.calibrate(model, IDS[0, :5], progress=False)  # shorter than any budget

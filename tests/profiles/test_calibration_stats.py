@@ -228,11 +228,13 @@ def test_profile_values_against_their_definitions() -> None:
     assert one.stats["energy_rotated"] == pytest.approx(1.0)
     assert one.stats["tokens"] == 120
     first, second = brute_energy(q64[:, :60], k64[:, :60]), brute_energy(q64[:, 60:], k64[:, 60:])
-    same = [
-        len(set(a.topk(2).indices.tolist()) & set(b.topk(2).indices.tolist())) / 2
-        for a, b in zip(first, second, strict=True)
-    ]
-    assert one.stats["stability"] == pytest.approx(sum(same) / HKV)
+
+    def shared(one: Tensor, other: Tensor) -> float:
+        pairs = zip(one.topk(2).indices.tolist(), other.topk(2).indices.tolist(), strict=True)
+        return sum(len(set(a) & set(b)) / 2 for a, b in pairs) / HKV
+
+    assert one.stats["stability"] == pytest.approx(shared(first, second))
+    assert one.stats["stability_length"] == pytest.approx(shared(first, energy)) != one.stats["stability"]
 
 
 def test_the_norm_makes_single_pass_reduction_comparable() -> None:
