@@ -7,13 +7,14 @@ exits with 1 if there are any.
     python tests/mutation/run_mutants.py                    all of them
     python tests/mutation/run_mutants.py --only mask,int32  those whose names hold one of these words
     python tests/mutation/run_mutants.py --wider            tries more tests on a break before it counts as not noticed
-    python tests/mutation/run_mutants.py --new --for 300    those without a result so far, for about 300 seconds
+    python tests/mutation/run_mutants.py --new --for 300    those without a result for the files as they are, for about 300 seconds
     python tests/mutation/run_mutants.py --table docs/mutations.md  writes the table from the results, and runs nothing
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 import json
 import os
@@ -31,8 +32,12 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RESULTS = HERE / "results.json"
 ROOMS = ("patterns", "profiles", "triton_kernels")
-LIMIT = 1200  # seconds for the tests of one break
-LIMIT_OF_ONE = 120  # seconds for one test: a break may make it run for ever
+# A break may make a test run, or wait, for ever.
+LIMIT_OF_ONE = 120  # seconds of processor time for one test, so that a busy machine does not matter
+WAIT_OF_ONE = (
+    600  # seconds by the clock for one test, of which most are spent waiting where the other limit is not reached
+)
+LIMIT = 1800  # seconds by the clock for the tests of one break
 
 sys.path.insert(0, str(HERE))
 from mutants import MUTANTS, WIDER, Mutant  # noqa: E402
@@ -74,9 +79,23 @@ def lay_out(place: Path, mutant: Mutant | None) -> None:
 
 
 class Noted:
-    """A pytest plugin: the first test that failed."""
+    """A pytest plugin: the first test that failed, be it for using more than ``LIMIT_OF_ONE`` seconds of processor time."""
 
     failed = ""
+
+    def pytest_runtest_setup(self) -> None:
+        signal.signal(signal.SIGPROF, self.too_long)
+        signal.setitimer(signal.ITIMER_PROF, LIMIT_OF_ONE)
+
+    def pytest_runtest_teardown(self) -> None:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+    def too_long(self, *_: Any) -> None:
+        import pytest
+
+        pytest.fail(
+            f"more than {LIMIT_OF_ONE} s of processor time"
+        )  # no Exception, which the package would answer by going dense
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed and not self.failed:
@@ -106,7 +125,7 @@ def run_tests(place: Path, tests: tuple[str, ...], log: Path) -> tuple[int, str,
             import pytest
 
             options = ["-x", "-q", "-p", "no:cacheprovider", "-W", "ignore", "-m", "not gpu and not slow"]
-            options += ["--timeout", str(LIMIT_OF_ONE)]
+            options += ["--timeout", str(WAIT_OF_ONE)]
             code = int(pytest.main([*options, *(f"tests/{t}" for t in tests)], plugins=[noted]))
         finally:
             os.write(write, json.dumps([code, noted.failed]).encode())
@@ -157,7 +176,15 @@ def try_mutant(mutant: Mutant, widely: bool, passing: set[str], log: Path) -> di
                 f"{mutant.name!r}: {failed} fails without the break too ({code})\n{log.read_text()[-3000:]}"
             )
         passing.add(failed)
-    return {"name": mutant.name, "file": mutant.file, "noticed_by": failed, "seconds": round(total, 1)}
+    result = {"name": mutant.name, "file": mutant.file, "noticed_by": failed, "seconds": round(total, 1)}
+    return result | {"digest": digest(mutant, failed)}
+
+
+def digest(mutant: Mutant, noticed_by: str) -> str:
+    """Of the broken file and of that of the test that noticed it: a result holds while neither changes."""
+    test = ROOT / "tests" / noticed_by.split("::")[0]
+    text = mutated(mutant) + (test.read_text() if test.is_file() else "")
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def zygote(mutants: list[Mutant], interpreted: bool, widely: bool, until: float) -> bool:
@@ -234,7 +261,9 @@ def main() -> int:
     parse.add_argument(
         "--wider", action="store_true", help="where the mapped tests notice nothing, run those of the whole room"
     )
-    parse.add_argument("--new", action="store_true", help="only breaks without a result")
+    parse.add_argument(
+        "--new", action="store_true", help="only breaks that nothing noticed yet, with these files and tests"
+    )
     parse.add_argument("--table", type=Path, help="write the table of the results here, and run nothing")
     given = parse.parse_args()
     if given.table:
@@ -243,8 +272,10 @@ def main() -> int:
     words = [w for w in given.only.split(",") if w]
     chosen = [m for m in MUTANTS if not words or any(w in f"{m.file}: {m.name}" for w in words)]
     if given.new and RESULTS.exists():
-        known = {(r["file"], r["name"]) for r in json.loads(RESULTS.read_text())["mutants"] if r["noticed_by"]}
-        chosen = [m for m in chosen if (m.file, m.name) not in known]
+        held = {(r["file"], r["name"]): r for r in json.loads(RESULTS.read_text())["mutants"] if r["noticed_by"]}
+        chosen = [
+            m for m in chosen if not (r := held.get((m.file, m.name))) or r.get("digest") != digest(m, r["noticed_by"])
+        ]
     for mutant in chosen:
         mutated(mutant)
     sys.path[:] = [p for p in sys.path if not (Path(p) / "fasa_compile").is_dir()]
