@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ class Launch:
     kernel: JITFunction
     arguments: dict[str, Any]
     options: dict[str, Any]
+    noted: Any
 
     def compile(self, capability: int) -> Any:
         signature: dict[str, str] = {}
@@ -53,15 +54,15 @@ class Launch:
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[Launch]]:
-    """While open, launches of Triton kernels are recorded and not run."""
+def recording(note: Callable[[], Any] = lambda: None) -> Iterator[list[Launch]]:
+    """While open, launches of Triton kernels are recorded and not run. ``note`` is called at each."""
     launches: list[Launch] = []
     run = JITFunction.run
 
     def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
         arguments = dict(zip([p.name for p in self.params], args, strict=False)) | kwargs
-        launches.append(Launch(self, arguments, options))
+        launches.append(Launch(self, arguments, options, note()))
 
     JITFunction.run = record
     try:

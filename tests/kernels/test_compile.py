@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
-from compile_only import recording
+from compile_only import Launch, recording
 
 from fasa_compile.triton_kernels.formats import fc_cache_spec
 from fasa_compile.triton_kernels.hot_slots import HotSize, fac_parts, hot_spec
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("fmt, mask", [("int4", torch.bool), ("fp8", None), ("bf16", torch.bfloat16)])
-def test_kernels_compile(capability: int, fmt: str, mask: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fasa_compile.triton_kernels import bounds, dense_decode, launch, pack, sparse_decode
+def launches_of(
+    device: Any,
+    fmt: str,
+    mask: torch.dtype | None,
+    monkeypatch: pytest.MonkeyPatch,
+    note: Callable[[], Any] = lambda: None,
+) -> list[Launch]:
+    """Of every kernel, for tensors that hold no numbers, as on ``device``."""
+    from fasa_compile.triton_kernels import bounds, dense_decode, pack, sparse_decode
 
-    device = launch.Device(sms=132, capability=capability, native=True)
     for module in (sparse_decode, dense_decode):
         monkeypatch.setattr(module, "device_of", lambda _: device)
     B, Hq, Hkv, L, D, W = 2, 32, 8, 32768, 128, 64
-    with torch.device("meta"), recording() as launches:
+    with torch.device("meta"), recording(note) as launches:
         q, kv = torch.empty(B, Hq, 1, D, dtype=torch.bfloat16), torch.empty(B, Hkv, L, D, dtype=torch.bfloat16)
         data, meta = (torch.empty(shape, dtype=dtype) for shape, dtype in fc_cache_spec(B, Hkv, L, W, fmt))
         dims, centre = torch.empty(Hkv, W, dtype=torch.int32), torch.empty(Hkv, W)
@@ -57,5 +63,34 @@ def test_kernels_compile(capability: int, fmt: str, mask: torch.dtype | None, mo
         "dense_kernel",
         "pack_kernel",
     }
-    for recorded in launches:
+    return launches
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("fmt, mask", [("int4", torch.bool), ("fp8", None), ("bf16", torch.bfloat16)])
+def test_kernels_compile(capability: int, fmt: str, mask: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fasa_compile.triton_kernels.launch import Device
+
+    for recorded in launches_of(Device(132, capability, True), fmt, mask, monkeypatch):
         assert len(recorded.compile(capability).asm["cubin"]) > 0
+
+
+def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:  # trial L1
+    """Not on the one that happens to be current: each launcher opens the guard around its launches."""
+    from fasa_compile.triton_kernels import bounds, dense_decode, pack, sparse_decode
+    from fasa_compile.triton_kernels.launch import Device
+
+    current: list[str] = []
+
+    @contextlib.contextmanager
+    def guard(tensor: torch.Tensor) -> Iterator[None]:
+        current.append(tensor.device.type)
+        yield
+        current.pop()
+
+    for module in (bounds, dense_decode, pack, sparse_decode):
+        monkeypatch.setattr(module, "on_device", guard)
+    launches = launches_of(Device(132, 90, True), "int4", torch.bool, monkeypatch, lambda: current[-1:])
+    assert [launch.noted for launch in launches] == [["meta"]] * len(launches)

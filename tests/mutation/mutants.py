@@ -1090,6 +1090,11 @@ add(
     f"{INTERPRETER}::test_mask_bounds",
 )
 
+LAUNCHED = "kernels/test_compile.py::test_kernels_are_launched_on_the_device_of_their_tensors"
+for file, tensor in {"sparse_decode": "q", "dense_decode": "q", "pack": "k", "bounds": "mask"}.items():
+    add = breaks(f"triton_kernels/{file}.py", LAUNCHED)
+    add("kernels go to the device that is current", f"with on_device({tensor}):", f"if on_device({tensor}):")
+
 add = breaks("triton_kernels/launch.py", INTERPRETER)
 add(
     "a mask for each head is one for all",

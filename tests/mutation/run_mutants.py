@@ -34,9 +34,7 @@ RESULTS = HERE / "results.json"
 ROOMS = ("patterns", "profiles", "triton_kernels")
 # A break may make a test run, or wait, for ever.
 LIMIT_OF_ONE = 120  # seconds of processor time for one test, so that a busy machine does not matter
-WAIT_OF_ONE = (
-    600  # seconds by the clock for one test, of which most are spent waiting where the other limit is not reached
-)
+WAIT_OF_ONE = 600  # seconds by the clock for one test: it waits for something that does not come
 LIMIT = 1800  # seconds by the clock for the tests of one break
 
 sys.path.insert(0, str(HERE))
@@ -93,9 +91,8 @@ class Noted:
     def too_long(self, *_: Any) -> None:
         import pytest
 
-        pytest.fail(
-            f"more than {LIMIT_OF_ONE} s of processor time"
-        )  # no Exception, which the package would answer by going dense
+        # What it raises is no Exception, which the package would answer by going dense.
+        pytest.fail(f"more than {LIMIT_OF_ONE} s of processor time")
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed and not self.failed:
