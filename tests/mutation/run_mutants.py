@@ -273,6 +273,7 @@ def main() -> int:
         chosen = [
             m for m in chosen if not (r := held.get((m.file, m.name))) or r.get("digest") != digest(m, r["noticed_by"])
         ]
+        chosen.sort(key=lambda m: (m.file, m.name) in held)  # first those that were never run
     for mutant in chosen:
         mutated(mutant)
     sys.path[:] = [p for p in sys.path if not (Path(p) / "fasa_compile").is_dir()]
