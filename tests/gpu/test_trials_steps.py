@@ -96,6 +96,22 @@ def test_a_step_copies_no_cache(fused):  # trial F4
     assert ours < alone + 4 * MIB
 
 
+def test_quantised_weights_in_cuda_graphs():  # trial N2
+    ao = pytest.importorskip("torchao.quantization")
+    model = tiny_llama(layers=2).to("cuda", torch.bfloat16)
+    ao.quantize_(model.model.layers, ao.Int8WeightOnlyConfig())
+    ids = torch.randint(0, 512, (2, 100), generator=torch.Generator().manual_seed(3)).cuda()
+    dense = decode(model, model, ids, cache_for(model, "static", 256), 8)
+    profile = llama_profile(2, fc_format="int4")
+    made = fasa_backend(profile, strict=True, check_weights=False, dense_below=0, n_fac=128)
+    step = torch.compile(model, backend=made, mode="reduce-overhead")
+    found = decode(
+        model, step, ids, cache_for(model, "static", 256), 8
+    )  # the third step and those after it are replays
+    assert difference(found, dense) <= 3e-2 * dense.abs().max().item()
+    assert fasa_compile.stats()["sparse_steps"] == 8
+
+
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_a_kernel_that_asks_for_more_than_the_gpu_has(kind, monkeypatch):
     """Tiles that fit no shared memory: Triton refuses to launch, after the first layer's keys were written."""
