@@ -229,14 +229,16 @@ def test_a_gpu_without_triton_stays_dense(monkeypatch):
     assert out.isfinite().all()
 
 
-def test_interrupts_are_not_swallowed(monkeypatch):
+@pytest.mark.parametrize("problem", [KeyboardInterrupt("planted"), ProfileError("planted")], ids=["interrupt", "ours"])
+def test_interrupts_are_not_swallowed(problem, monkeypatch):
+    """Nor is an error that this package raises on purpose."""
     from fasa_compile import backend as module
 
     def stop(*args, **kwargs):
-        raise KeyboardInterrupt
+        raise problem
 
     monkeypatch.setattr(module, "match", stop)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(BaseException, match="planted"):
         first_step(tiny_llama(), llama_profile())
 
 

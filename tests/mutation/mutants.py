@@ -720,10 +720,10 @@ add(
     f"{BAD_INPUT}::test_training_gives_the_ordinary_gradients",
 )
 add(
-    "a wrong profile means dense, not an error",
+    "an error of ours means dense",
     "    FasaError,\n    TensorifyScalar",
     "    TensorifyScalar",
-    f"{BAD_INPUT}::test_profile_of_another_model",
+    f"{BAD_INPUT}::test_interrupts_are_not_swallowed",
 )
 add(
     "other weights are accepted",
