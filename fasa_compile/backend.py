@@ -389,7 +389,7 @@ class FasaBackend:
             shadow = capture(gm, example_inputs)
             sites = match(shadow, prove=self.policy.profile is not None, no_rope=self.allow_no_rope)
         except Exception as problem:
-            return None, self._untraced(gm, problem), None
+            return None, self._untraced(gm, example_inputs, problem), None
         sites = [_without_aliases(site, shadow) for site in sites]
         sites, root = self._located(sites)
         prefix = self._check_model([s for s in sites if isinstance(s, AttentionSite)], root)
@@ -478,11 +478,14 @@ class FasaBackend:
 
         return check
 
-    def _untraced(self, gm: fx.GraphModule, problem: Exception) -> Plan:
-        self._fall_back("a graph could not be read; it runs as it was", problem)
+    def _untraced(self, gm: fx.GraphModule, example_inputs: Sequence[Any], problem: Exception) -> Plan:
+        # Under autocast queries and values may have dtypes that only autocast makes one of: no surprise.
+        reason = "autocast" if _autocasts(gm, example_inputs) else "capture-failed"
+        if reason != "autocast" or isinstance(problem, _NOT_SWALLOWED):
+            self._fall_back("a graph could not be read; it runs as it was", problem)
         detail = f"{type(problem).__name__}: {problem}"
         found = [NoMatch(i, "", "", str(node.target), "failed", detail) for i, node in enumerate(_attention_nodes(gm))]
-        return Plan(tuple(Decision(s, "dense", "capture-failed", detail) for s in found), decode=True)
+        return Plan(tuple(Decision(s, "dense", reason, detail) for s in found), decode=True)
 
     def _rewrite(self, shadow: Shadow, planned: Plan) -> tuple[Plan, Rewritten | None]:
         while planned.rewritten:

@@ -207,11 +207,24 @@ def test_a_wrapper_around_the_model_is_seen_through():
     assert difference(out, decode_custom(model, model, IDS, 4)) <= 1e-4
 
 
-def test_autocast_stays_dense():
+class Autocast(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.config = model, model.config
+
+    def forward(self, *args, **given):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(*args, **given)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
+def test_autocast_stays_dense(inside):
     model = tiny_llama(layers=1)
+    model = Autocast(model) if inside else model
     ids = torch.randint(0, 512, (1, 44), generator=torch.Generator().manual_seed(1))
     backend = fasa_backend(llama_profile(1), inner="eager", check_weights=False)
-    with torch.autocast("cpu", torch.bfloat16), pytest.warns(fasa_compile.FasaWarning, match="autocast"):
+    around = torch.autocast("cpu", torch.bfloat16, enabled=not inside)
+    with around, pytest.warns(fasa_compile.FasaWarning, match="autocast"):
         dense = decode(model, model, ids, cache_for(model, "static"), 3)
         out = decode(model, torch.compile(model, backend=backend), ids, cache_for(model, "static"), 3)
     assert {row.reason for row in backend.explain().rows} == {"autocast"}

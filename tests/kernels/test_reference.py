@@ -300,3 +300,20 @@ def test_errors_name_what_was_given(how: dict[str, object], message: str, inputs
         )  # fmt: skip
     with pytest.raises(ValueError, match="even"):
         fc_cache_spec(1, 1, 1, 7, "int4")
+
+
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+def test_several_query_tokens_are_as_many_steps_of_one(kind: str, inputs: dict[str, Tensor]) -> None:
+    """Each with a mask of its own, which leaves out tokens that the next one sees."""
+    S = 3
+    x = inputs | {"q": torch.randn(B, HKV * G, S, D)}
+    mask = torch.rand(B, 1, S, L) > 0.4
+    if kind == "additive":
+        mask = torch.where(mask, torch.randn(B, 1, S, L), torch.finfo(torch.float32).min)
+    together = step(x, "int4", mask)
+    exact = reference.dense_decode(x["q"], x["k"], x["v"], mask, None, scale=0.25)
+    for s in range(S):
+        one, its = x | {"q": x["q"][:, :, s : s + 1]}, mask[:, :, s : s + 1]
+        torch.testing.assert_close(together[:, :, s : s + 1], step(one, "int4", its))
+        alone = reference.dense_decode(one["q"], x["k"], x["v"], its, None, scale=0.25)
+        torch.testing.assert_close(exact[:, :, s : s + 1], alone)

@@ -747,7 +747,7 @@ add(
     "autocast inside the graph is overlooked",
     "return any(len(args) < 3 or (args[2] is not False",
     "return any(False and (args[2] is not False",
-    f"{TRIALS_CACHE}::test_autocast_is_part_of_what_a_graph_is_for",
+    f"{HAZARDS}::test_autocast_stays_dense",
 )
 add(
     "a decode step is taken for a prefill",
@@ -872,6 +872,7 @@ add(
     "every query token of a step has the last one's mask",
     "token_rows(mask.expand(",
     "token_rows(mask[:, :, -1:].expand(",
+    f"{REFERENCE}::test_several_query_tokens_are_as_many_steps_of_one",
 )
 add(
     "rows of several tokens come back in another order",

@@ -184,6 +184,10 @@ def digest(mutant: Mutant, noticed_by: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+def changed_since(mutant: Mutant, result: dict[str, Any]) -> bool:
+    return bool(result.get("digest") != digest(mutant, result["noticed_by"]))
+
+
 def zygote(mutants: list[Mutant], interpreted: bool, widely: bool, until: float) -> bool:
     """Tries these breaks in forks of this process, in which the libraries are imported; whether all were noticed."""
     signal.signal(signal.SIGTERM, stop)
@@ -228,12 +232,19 @@ def table(path: Path) -> None:
     """The results as a page of the docs."""
     held = json.loads(RESULTS.read_text())
     left = len(MUTANTS) - held["run"]
+    by_name = {(m.file, m.name): m for m in MUTANTS}
+    older = sum(changed_since(by_name[r["file"], r["name"]], r) for r in held["mutants"])
     lines = [
         "# What breaks, and which test notices",
         "",
         f"{len(MUTANTS)} ways to break the package, one small edit each (`tests/mutation/mutants.py`), and the first test that fails for it. "
         f"{held['run']} were run: {held['noticed']} are noticed, {held['run'] - held['noticed']} are not ({held['seconds']:.0f} s of CPU time, torch {held['torch']})."
-        + (f" {left} wait for their first run." if left else ""),
+        + (f" {left} wait for their first run." if left else "")
+        + (
+            f" For {older} the broken file or the test's file has changed since: `--new` runs them again."
+            if older
+            else ""
+        ),
         "",
         "`make mutants` runs them all and writes this page; a test of the bounded suite checks that every edit still applies to the sources.",
         "Edits that change nothing anybody can see are not listed: where two checks refuse the same thing, either may go.",
@@ -270,9 +281,7 @@ def main() -> int:
     chosen = [m for m in MUTANTS if not words or any(w in f"{m.file}: {m.name}" for w in words)]
     if given.new and RESULTS.exists():
         held = {(r["file"], r["name"]): r for r in json.loads(RESULTS.read_text())["mutants"] if r["noticed_by"]}
-        chosen = [
-            m for m in chosen if not (r := held.get((m.file, m.name))) or r.get("digest") != digest(m, r["noticed_by"])
-        ]
+        chosen = [m for m in chosen if not (r := held.get((m.file, m.name))) or changed_since(m, r)]
         chosen.sort(key=lambda m: (m.file, m.name) in held)  # first those that were never run
     for mutant in chosen:
         mutated(mutant)
