@@ -39,7 +39,26 @@ JSON = Annotated[bool, typer.Option("--json", help="Print one JSON document and 
 PROFILE = Annotated[
     str | None, typer.Option("--profile", "-p", help="A profile's file, or the name of one that ships.")
 ]
-N_FAC = Annotated[int | None, typer.Option("--n-fac", help="Tokens attended to per KV head and step (the profile's).")]
+
+
+def _tokens_or_share(text: str) -> int | float:
+    try:
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"expected a number of tokens, or a share of the context like 0.05, found {text}"
+        ) from None
+
+
+N_FAC = Annotated[
+    float | None,
+    typer.Option(
+        "--n-fac",
+        parser=_tokens_or_share,
+        metavar="TOKENS|SHARE",
+        help="Tokens attended to per KV head and step, or a share of the context below 1 (the profile's).",
+    ),
+]
 DEVICE = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ... (a GPU where there is one)")]
 INNER = Annotated[str | None, typer.Option(help="inductor or eager (inductor where it can compile)")]
 ANYWAY = Annotated[bool, typer.Option("--any-weights", help="Accept a profile made for other weights.")]
@@ -155,7 +174,7 @@ def need_tokenizer(tokenizer: Any, model: str) -> Any:
     return tokenizer
 
 
-def budget_options(n_fac: int | None, n_sink: int | None = None, n_recent: int | None = None) -> dict[str, Any]:
+def budget_options(n_fac: float | None, n_sink: int | None = None, n_recent: int | None = None) -> dict[str, Any]:
     given = {"n_fac": n_fac, "n_sink": n_sink, "n_recent": n_recent}
     return {name: value for name, value in given.items() if value is not None}
 

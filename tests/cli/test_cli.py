@@ -111,6 +111,7 @@ def test_calibrate_options_reach_the_profile(home, tmp_path):
         (("--n-tip", "99"), "model.layers.0.self_attn: n_tip: expected 1 to 16 FCs per KV head, found 99"),
         (("--n-tip", "0"), "n_tip: expected at least 1 FC per KV head, or None, found 0"),
         (("--n-fac", "3"), "n_sink + n_recent"),
+        (("--n-fac", "0.05"), "n_fac"),
     ],
 )
 def test_calibrate_refuses_in_one_line_and_writes_nothing(home, tmp_path, options, message):
@@ -203,6 +204,8 @@ def test_generate_gives_text_and_statistics(home):
     assert (sparse["prompt_tokens"], sparse["new_tokens"]) == (44, 6)
     assert (sparse["sites"], sparse["sparse_sites"], sparse["sparse_steps"]) == (2, 2, 5)
     assert 0 < sparse["kv_bytes_read"] < sparse["kv_bytes_dense"]
+    (share,) = run(*common, "--profile", home.profile, "--n-fac", "0.9").json
+    assert sparse["kv_bytes_read"] < share["kv_bytes_read"] < share["kv_bytes_dense"]
     (dense,) = run(*common, "--dense").json
     assert dense["sparse_steps"] == 0 and dense["answer"] == covering(home)
 
@@ -290,6 +293,7 @@ def test_wrong_usage_is_exit_code_two(home):
         ("explain", home.model, "--cache", "other"),
         ("explain", home.model, "--card", "no such card"),
         ("bench", home.model, "--contexts", "4x"),
+        ("bench", home.model, "--n-fac", "many"),
         ("bench", home.model, "--variants", "hf,none", "--inner", "eager"),
         ("generate", home.model, "--prompt", "x", "--device", "cuda", "--inner", "eager"),
     ):
