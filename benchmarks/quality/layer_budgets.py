@@ -67,6 +67,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--last", type=int, default=512, help="tokens to predict")
     parser.add_argument("--each", type=int, default=1, help="stretches of each kind of text")
+    parser.add_argument("--kinds", nargs="+", help="only texts of these kinds (all)")
     parser.add_argument("--n-fac", type=int, default=128)
     parser.add_argument("--dense-above", type=float, default=0.5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -76,6 +77,7 @@ def main(argv: list[str] | None = None) -> None:
     profile = fasa_compile.load_profile(args.profile)
     ids = corpora.begun(tokenizer, smollm2.windows(tokenizer, args.length, 1)).to(args.device)
     texts = corpora.stretches(tokenizer, args.wikitext, args.length, args.each, args.length)
+    texts = {kind: found for kind, found in texts.items() if kind in (args.kinds or texts)}
     ways = compare.clock("calibrate", lambda: shared(model, ids, profile, args.n_fac, args.dense_above))
     budget = profile.budget.replace(n_fac=args.n_fac)
     compared = {"dense": ts.dense()}
