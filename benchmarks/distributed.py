@@ -271,11 +271,16 @@ def tokens(sizes: Sizes, device: torch.device) -> dict[str, Any]:
     mine = slice(rank * shard.rows, (rank + 1) * shard.rows)
     k, v, data, meta = (x[:, :, mine].contiguous() for x in (k, v, data, meta))
 
+    kernels = {"version": ops.KERNEL_VERSION} if device.type == "cuda" else {}
+    own_hint = {"hint": torch.zeros_like(hint)} if kernels else {}
+
     def all_sparse(q: Tensor) -> Tensor:
-        return sharded_decode.sparse_decode(q, k, v, data, meta, *constants, norm, **asdict(shard), **how, **select)
+        return sharded_decode.sparse_decode(
+            q, k, v, data, meta, *constants, norm, **asdict(shard), **how, **select, **kernels, **own_hint
+        )
 
     def all_dense(q: Tensor) -> Tensor:
-        return sharded_decode.dense_decode(q, k, v, **asdict(shard), **how)
+        return sharded_decode.dense_decode(q, k, v, **asdict(shard), **how, **kernels)
 
     for name, call in (("sparse", all_sparse), ("dense", all_dense)):
         run = torch.compile(call, mode="reduce-overhead", dynamic=False) if device.type == "cuda" else call

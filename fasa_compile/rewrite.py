@@ -210,7 +210,7 @@ def _extra_inputs(shadow: Shadow, decision: Decision, audit: bool) -> list[Extra
     for role, (shape, dtype) in zip(("data", "meta", "hint"), state, strict=True):
         if role == "hint":
             remembers = decision.state == "packed" or all(isinstance(n, int) for n in shape)
-            wanted = uses_kernels(key.device) and remembers and site.shard is None
+            wanted = uses_kernels(key.device) and remembers
         else:
             wanted = decision.state == "packed"
         if wanted:
@@ -295,7 +295,7 @@ def _replace(emit: Emitter, site: AttentionSite, result: fx.Node) -> None:
 
 class _Kernels:
     """Emits calls of the kernels: custom operators on a GPU; elsewhere the reference, for the inner compiler to trace. Attention to
-    tokens on several processes is plain torch and functional collectives, traced, on a GPU too."""
+    tokens on several processes is traced on a GPU too: its parts are custom operators, with functional collectives between."""
 
     def __init__(self, emit: Emitter, at: str, shard: Shard | None, *, gpu: bool) -> None:
         self.emit, self.at, self.shard, self.gpu = emit, at, shard, gpu
@@ -331,6 +331,8 @@ class _Kernels:
             else:
                 self.emit.call(self.at, reference.pack_rows_, written)
         if self.shard is not None:
+            if self.gpu:
+                how |= {"version": ops.KERNEL_VERSION, "hint": hint}
             return self.emit.call(self.at, sharded_decode.sparse_decode, arguments, **how, **asdict(self.shard))
         if hot:
             how |= {"hot": hot, "written": slots}
@@ -338,6 +340,8 @@ class _Kernels:
 
     def dense_decode(self, arguments: tuple[Any, ...], **how: Any) -> fx.Node:
         if self.shard is not None:
+            if self.gpu:
+                how |= {"version": ops.KERNEL_VERSION}
             return self.emit.call(self.at, sharded_decode.dense_decode, arguments, **how, **asdict(self.shard))
         if self.gpu:
             return self._op("dense_decode", arguments, **how, version=ops.KERNEL_VERSION)

@@ -234,8 +234,8 @@ def select_tokens(
     HKV: tl.constexpr, MASK_KIND: tl.constexpr, HAS_HINT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Writes which tokens of a program's part of the context are kept, in order, to its ``kept``; returns how many. The first
-    program of a row also writes the next window's place to ``hint``: of a sequence's query tokens, the last one's."""
+    """Writes which tokens of a program's part of the context are kept, in order, to its ``kept`` and how many to its ``kept_count``;
+    returns that. The first program of a row also writes the next window's place to ``hint``: of a sequence's query tokens, the last one's."""
     # The first codes are on their way while the bins are read. A thread has V neighbours of each tile, and counts what it keeps
     # of the tile without the others.
     LANES: tl.constexpr = 128 if BLOCK_K >= 512 else BLOCK_K // 4
@@ -313,7 +313,7 @@ def select_tokens(
         i += BLOCK_K
         token = dealt_token(i, split, base, SPLITS, 32)
         code = _codes_at(codes, token, first, tl.where(i < share, stop, 0), V)
-    tl.store(kept_count + row * SPLITS + split, mine)
+    tl.store(kept_count, mine)
     tl.debug_barrier()
     return mine
 
@@ -346,8 +346,9 @@ def fac_kernel(
     keys += row * L
     codes += row * L
     kept += (row * SPLITS + split) * room
+    kept_count += row * SPLITS + split
     if GIVEN:
-        mine = tl.load(kept_count + row * SPLITS + split)
+        mine = tl.load(kept_count)
     else:
         mine = select_tokens(
             hint, keys, codes, bins, window, kept, kept_count, row, split, first, stop, base, share, n_fac,
@@ -380,9 +381,10 @@ def fac_kernel(
 @triton.jit
 def merge_kernel(
     part, sinks, out, splits, HQ: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    SPLITS_P: tl.constexpr, HAS_SINKS: tl.constexpr, EARLY: tl.constexpr,
+    SPLITS_P: tl.constexpr, HAS_SINKS: tl.constexpr, LEVEL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * HQ,): joins the shares of one query head, ``part [B * HKV, splits, G, 2 + DV]``, and the learned sink."""
+    """Grid (B * HQ,): joins the shares of one query head, ``part [B * HKV, splits, G, 2 + DV]``, and the learned sink. LEVEL: ``out
+    [B * HQ, DV + 1]`` also receives the log-sum-exp of the scores, in natural units, -inf where there are none."""
     wait_for_predecessor(EARLY)
     admit_successor(EARLY)
     head = tl.program_id(0).to(tl.int64)
@@ -404,4 +406,9 @@ def merge_kernel(
     if HAS_SINKS:
         total += tl.exp2(sink - top)
     o = tl.sum(acc * weight[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
+    if LEVEL:
+        out += head
+        tl.store(
+            out + head * DV + DV, tl.where(total == 0.0, -float("inf"), (top + tl.log2(total)) / 1.4426950408889634)
+        )
     tl.store(out + head * DV + dv, o.to(out.dtype.element_ty), mask=dv < DV)

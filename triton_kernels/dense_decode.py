@@ -24,7 +24,7 @@ from .launch import (
     wait_for_predecessor,
 )
 from .pack import bytes_view, pack_sizes, pack_slots
-from .score import row_bounds
+from .score import own_bounds, row_bounds
 from .tokens import as_rows, from_rows
 
 
@@ -41,11 +41,11 @@ def dense_kernel(
     SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_SLOTS: tl.constexpr, COLUMNS: tl.constexpr, META: tl.constexpr,
     W: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, FMT: tl.constexpr, LIMIT: tl.constexpr,
-    TOKENS: tl.constexpr, EARLY: tl.constexpr,
+    TOKENS: tl.constexpr, SHARD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (SPLITS, rows), TOKENS rows to a sequence and KV head (``tokens``): each program attends to an equal run of the row's
     valid range. With slots there is one program more to a row: it refreshes its share of these rows of the packed FC cache, which
-    nobody reads here but the next step may."""
+    nobody reads here but the next step may. SHARD: as ``tip_kernel``'s; the result is left in parts."""
     wait_for_predecessor(EARLY)
     split = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -59,6 +59,7 @@ def dense_kernel(
         )  # fmt: skip
         return
     first, stop = row_bounds(bounds, b, stride_bounds, L, HAS_BOUNDS)
+    first, stop = own_bounds(first, stop, SHARD)
     share = tl.cdiv(tl.cdiv(stop - first, SPLITS), BLOCK_N) * BLOCK_N
     begin = first + split * share
     end = tl.minimum(begin + share, stop)
@@ -86,7 +87,25 @@ def dense_kernel(
             seen, valid, bias, factor, softcap, stride_kd, stride_vd, D, D1, D2, DV, DVP, SOFTCAP,
         )  # fmt: skip
     admit_successor(EARLY)
-    store_part(out, part, sinks, row, split, SPLITS, h, m_i, l_i, acc, HKV, G, GP, DV, DVP, HAS_SINKS, SPLITS == 1)
+    store_part(
+        out,
+        part,
+        sinks,
+        row,
+        split,
+        SPLITS,
+        h,
+        m_i,
+        l_i,
+        acc,
+        HKV,
+        G,
+        GP,
+        DV,
+        DVP,
+        HAS_SINKS,
+        SPLITS == 1 and SHARD == 0,
+    )
 
 
 def attend_sizes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int | bool]:
@@ -112,12 +131,20 @@ def strides_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bounds: Tensor | Non
     return (q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(), *mask.strides, of_bounds)
 
 
-def merge(part: Tensor | None, sinks: Tensor | None, out: Tensor, splits: int, sizes: dict[str, int | bool]) -> None:
+def merge(
+    part: Tensor | None,
+    sinks: Tensor | None,
+    out: Tensor,
+    splits: int,
+    sizes: dict[str, int | bool],
+    level: bool = False,
+) -> None:
+    """Launches ``merge_kernel``: ``out [B, Hq, 1, DV]``, or with its log-sum-exp ``[B, Hq, 1, DV + 1]``."""
     B, Hq = out.shape[:2]
     early = device_of(out).early
     launched = merge_kernel[(B * Hq,)](
         part, sinks, out, splits, HQ=Hq, G=sizes["G"], DV=sizes["DV"], DVP=sizes["DVP"],
-        SPLITS_P=power_of_2(splits), HAS_SINKS=sinks is not None, EARLY=early, num_warps=4,
+        SPLITS_P=power_of_2(splits), HAS_SINKS=sinks is not None, LEVEL=level, EARLY=early, num_warps=4,
         launch_pdl=early,
     )  # fmt: skip
     partition_alike(launched)
@@ -167,8 +194,11 @@ def dense_decode(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     refresh: Refresh | None = None,
+    shard: bool = False,
 ) -> Tensor:
-    """``reference.dense_decode`` as kernels. Without ``bounds`` the whole cache is scanned, masked tokens unread."""
+    """``reference.dense_decode`` as kernels. Without ``bounds`` the whole cache is scanned, masked tokens unread. ``shard``: K and V are
+    those of some of the tokens, ``bounds`` those of all, counted from the first one here, and the result is fp32 with the log-sum-exp
+    of the scores behind it, ``[B, Hq, 1, DV + 1]``."""
     S = q.shape[2]
     q, mask, bounds = as_rows(q, mask, bounds)
     B, Hq = q.shape[:2]
@@ -179,19 +209,20 @@ def dense_decode(
     block = 64 if width <= 1024 else 32 if width <= 2048 else 16
     device = device_of(q)
     splits = _splits(B * Hkv, L, block, device)
-    out = torch.empty((B, Hq, 1, DV), dtype=q.dtype, device=q.device)
+    out = torch.empty((B, Hq, 1, DV + shard), dtype=torch.float32 if shard else q.dtype, device=q.device)
+    in_parts = shard or splits > 1
     part = torch.empty(
-        (B * Hkv * splits * (Hq // Hkv) * (DV + 2)) if splits > 1 else 1, dtype=torch.float32, device=q.device
+        (B * Hkv * splits * (Hq // Hkv) * (DV + 2)) if in_parts else 1, dtype=torch.float32, device=q.device
     )
     with on_device(q):
         launched = dense_kernel[(splits + (refresh is not None), B * Hkv)](
             q, k, v, m.tensor, bounds, out, part, sinks, *strides_of(q, k, v, m, bounds),
             L, scale, softcap, **sizes, MASK_KIND=m.kind, PER_HEAD=m.per_head, HAS_BOUNDS=bounds is not None,
             HAS_SINKS=sinks is not None, SOFTCAP=softcap != 0.0, SPLITS=splits, BLOCK_N=block,
-            **(_NO_REFRESH if refresh is None else refresh.kernel_arguments()), TOKENS=S, EARLY=device.early, num_warps=4,
+            **(_NO_REFRESH if refresh is None else refresh.kernel_arguments()), TOKENS=S, SHARD=L if shard else 0, EARLY=device.early, num_warps=4,
             num_stages=2, launch_pdl=device.early,
         )  # fmt: skip
         partition_alike(launched)
-        if splits > 1:
-            merge(part, sinks, out, splits, sizes)
+        if in_parts:
+            merge(part, sinks, out, splits, sizes, level=shard)
     return from_rows(out, S)

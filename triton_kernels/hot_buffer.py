@@ -119,7 +119,7 @@ def fetching_fac_kernel(
         mine = tl.load(kept_count + mine_at)
     else:
         mine = select_tokens(
-            hint, keys, codes, bins, window, kept, kept_count, row, split, first, stop, base, share, n_fac,
+            hint, keys, codes, bins, window, kept, kept_count + mine_at, row, split, first, stop, base, share, n_fac,
             HKV, MASK_KIND, HAS_HINT, SPLITS, BLOCK_K, 1,
         )  # fmt: skip
     fetch_missing(

@@ -9,6 +9,8 @@ same names; what is added here:
   ``pack_rows_`` would. It also takes ``hint``, per-site state for speed (``sparse_decode_state``): what it holds afterwards
   tells the next step where to look for its threshold. And ``hot``, ``tags`` and ``ledger`` (``hot_slots``), for K and V that lie in
   host memory: all three or none.
+- ``shard_levels``, ``shard_candidates``, ``shard_attend`` and ``shard_dense`` are what one of several processes does between the exchanges of
+  ``sharded_decode``.
 - ``gather_sequence`` stands in a model's graph where it reads a KV cache whose tokens lie on several processes.
 
 On CPU exactly ``min(n_fac, valid)`` tokens are attended to. On CUDA these, whatever ``hint`` holds, and the few that rank so
@@ -17,6 +19,8 @@ close below them that telling them apart would cost a search: a fiftieth of ``n_
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +31,7 @@ from .formats import fc_cache_spec
 from .tokens import four_dims, from_rows
 
 #: Raise it with every change of what a kernel computes or of how it is called.
-KERNEL_VERSION = 6
+KERNEL_VERSION = 7
 
 #: Columns of ``hint``: the last threshold and the width of a bin around it (base-2 log units of the keys).
 HINT_COLUMNS = 2
@@ -58,6 +62,26 @@ _LIBRARY.define(
 _LIBRARY.define(
     "dense_decode(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bounds, *, float scale, float softcap, Tensor? sinks, "
     "int version) -> Tensor",
+    tags=_ANY_STRIDES,
+)
+_LIBRARY.define(
+    "shard_levels(Tensor q, Tensor k, Tensor? data, Tensor? meta, Tensor? dims, Tensor? spread, Tensor? mask, Tensor bounds, *, "
+    "int rows, int n_fac, float scale, float softcap, str fmt, int version) -> Tensor",
+    tags=_ANY_STRIDES,
+)
+_LIBRARY.define(
+    "shard_candidates(Tensor q, Tensor k, Tensor? data, Tensor? meta, Tensor? dims, Tensor? spread, Tensor? norm, Tensor? mask, "
+    "Tensor bounds, Tensor(a!)? hint, Tensor? slopes, *, int rows, int n_fac, int n_sink, int n_recent, float scale, "
+    "float softcap, str fmt, str reduction, int version) -> (Tensor, Tensor)",
+    tags=_ANY_STRIDES,
+)
+_LIBRARY.define(
+    "shard_attend(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor listed, Tensor tokens, *, int rank, int n_fac, float scale, "
+    "float softcap, int version) -> Tensor",
+    tags=_ANY_STRIDES,
+)
+_LIBRARY.define(
+    "shard_dense(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor bounds, *, float scale, float softcap, int version) -> Tensor",
     tags=_ANY_STRIDES,
 )
 _LIBRARY.define("gather_sequence(Tensor own, int rows, int rank, int ranks, str group) -> Tensor")
@@ -170,12 +194,29 @@ def _dense_decode_cuda(
     return dense_decode.dense_decode(q, k, v, mask, bounds, **how)
 
 
+def _of_plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, version, **how: function(*args, **how)
+
+
+def _of_kernels(module: str, name: str, **fixed: Any) -> Callable[..., Any]:
+    """A function of a module that needs triton, which is imported at its first call."""
+
+    def call(*args: Any, version: int, **how: Any) -> Any:
+        return getattr(importlib.import_module(f".{module}", __package__), name)(*args, **how, **fixed)
+
+    return call
+
+
 for _name, _cpu, _cuda in (
     ("pack", _pack, _pack_cuda),
     ("pack_rows_", _pack_rows_, _pack_rows_cuda_),
     ("mask_bounds", _mask_bounds, _mask_bounds_cuda),
     ("sparse_decode", _sparse_decode, _sparse_decode_cuda),
     ("dense_decode", _dense_decode, _dense_decode_cuda),
+    ("shard_levels", _of_plain(sharded_decode.levels), _of_kernels("shard", "levels")),
+    ("shard_candidates", _of_plain(sharded_decode.candidates), _of_kernels("shard", "candidates")),
+    ("shard_attend", _of_plain(sharded_decode.attend), _of_kernels("shard", "attend")),
+    ("shard_dense", _of_plain(sharded_decode.dense), _of_kernels("dense_decode", "dense_decode", shard=True)),
     ("gather_sequence", sharded_decode.gather_sequence, sharded_decode.gather_sequence),
 ):
     _LIBRARY.impl(_name, _cpu, "CPU")
@@ -213,6 +254,23 @@ def _(q: Tensor, k: Tensor, v: Tensor, *args: Any, **how: Any) -> Tensor:
 @torch.library.register_fake("fasa::dense_decode", lib=_LIBRARY)
 def _(q: Tensor, k: Tensor, v: Tensor, *args: Any, **how: Any) -> Tensor:
     return _empty_result(q, v)
+
+
+@torch.library.register_fake("fasa::shard_levels", lib=_LIBRARY)
+def _(q: Tensor, *args: Any, **how: Any) -> Tensor:
+    return q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+@torch.library.register_fake("fasa::shard_candidates", lib=_LIBRARY)
+def _(q: Tensor, k: Tensor, *args: Any, rows: int, n_fac: int, **how: Any) -> tuple[Tensor, Tensor]:
+    shape = (*k.shape[:2], sharded_decode.candidate_width(n_fac, rows))
+    return k.new_empty(shape, dtype=torch.float32), k.new_empty(shape, dtype=torch.int32)
+
+
+@torch.library.register_fake("fasa::shard_attend", lib=_LIBRARY)
+@torch.library.register_fake("fasa::shard_dense", lib=_LIBRARY)
+def _(q: Tensor, k: Tensor, v: Tensor, *args: Any, **how: Any) -> Tensor:
+    return q.new_empty((*q.shape[:3], v.shape[3] + 1), dtype=torch.float32)
 
 
 @torch.library.register_fake("fasa::gather_sequence", lib=_LIBRARY)

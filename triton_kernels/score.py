@@ -36,6 +36,15 @@ def row_bounds(bounds, b, stride_bounds, L, HAS_BOUNDS: tl.constexpr):
 
 
 @triton.jit
+def own_bounds(first, stop, SHARD: tl.constexpr):
+    """Of bounds that may lie outside of the SHARD tokens that are here (0: all are) what lies inside."""
+    if SHARD > 0:
+        first = tl.minimum(tl.maximum(first, 0), SHARD)
+        stop = tl.maximum(tl.minimum(stop, SHARD), first)
+    return first, stop
+
+
+@triton.jit
 def owner(row, HKV: tl.constexpr, TOKENS: tl.constexpr):
     """Of the TOKENS rows that read one sequence and KV head, the number of that pair: where its packed cache and hint lie."""
     if TOKENS == 1:
@@ -195,13 +204,14 @@ def tip_kernel(
     ENGINE: tl.constexpr,  # "words" (four dims at a time), "dot" (tensor cores); "all" scores with K itself
     FP8: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, PACK: tl.constexpr, CHUNKS: tl.constexpr,
     HOIST: tl.constexpr, NATIVE: tl.constexpr,
-    COUNT: tl.constexpr, LEVELS: tl.constexpr, TOKENS: tl.constexpr, EARLY: tl.constexpr,
+    COUNT: tl.constexpr, LEVELS: tl.constexpr, TOKENS: tl.constexpr, SHARD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (CHUNKS, rows), TOKENS rows to a sequence and KV head (``tokens``). ``source`` is the packed data and
     ``query, factors, sums`` are ``query_kernel``'s; when ENGINE is
     "all", they are k and q themselves and nothing. Writes ``keys [rows, L]`` and ``window [rows, 2]``, and adds to
     ``bins [rows, 2 * BINS]``: BINS counts of the keys in the window or above it, then the number of valid tokens (only with a
-    mask: else the bounds tell). LEVELS: ``norm`` has a row of its own for every row, ``[rows, G]``. HOIST: keep the rounded queries of all heads in registers. COUNT: how
+    mask: else the bounds tell). LEVELS: ``norm`` has a row of its own for every row, ``[rows, G]``. SHARD: of the row's
+    tokens only the first SHARD of L are here, or all (0); ``bounds`` are those of all tokens, seen from the first one here. HOIST: keep the rounded queries of all heads in registers. COUNT: how
     bins are added to, "each" key by itself, or a "tile" at a time, which a program with few tiles does faster; "no": not."""
     if ENGINE == "all":
         wait_for_predecessor(EARLY)
@@ -211,6 +221,9 @@ def tip_kernel(
     own = b // TOKENS
     own_row = owner(row, HKV, TOKENS)
     first, stop = row_bounds(bounds, b, stride_bounds, L, HAS_BOUNDS)
+    sinks_end = first + n_sink
+    recent = stop - n_recent
+    first, stop = own_bounds(first, stop, SHARD)
     base, share = deal(first, stop, CHUNKS, BLOCK_T)
     origin, per_width = row_window(hint, own_row, HAS_HINT)
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -443,8 +456,8 @@ def tip_kernel(
         if PASS != "stats":
             key = _clean(key + bias + 0.0, NATIVE)  # + 0: there is no negative zero
             t0 = base + i0 * CHUNKS + chunk * BLOCK_T
-            if (t0 < first + n_sink) | (t0 + BLOCK_T > stop - n_recent):
-                forced = (token < first + n_sink) | (token >= stop - n_recent)
+            if (t0 < sinks_end) | (t0 + BLOCK_T > recent):
+                forced = (token < sinks_end) | (token >= recent)
                 key = tl.where(inside, tl.where(forced, float("inf"), key), -float("inf"))
             if MASK_KIND != 0:
                 key = tl.where(counted, key, -float("inf"))

@@ -13,7 +13,7 @@ from .dense_decode import Refresh, attend_sizes, dense_decode, merge, strides_of
 from .formats import INFO, REDUCTIONS, check_format
 from .hot_buffer import fetching_fac_kernel
 from .hot_slots import fac_parts
-from .launch import Device, device_of, mask_arguments, on_device, partition_alike, power_of_2
+from .launch import Device, Mask, device_of, mask_arguments, on_device, partition_alike, power_of_2
 from .pack import bytes_view, pack_sizes
 from .query import query_kernel
 from .score import BINS, tip_kernel
@@ -72,6 +72,116 @@ def configuration(
 
 def _block_k(L: int, splits: int) -> int:
     return max(128, min(2048, power_of_2(-(-L // splits))))
+
+
+@dataclass
+class Scan:
+    """TIP of one step: what its two kernels share, and what they write. ``keys`` and ``codes [rows * L]``, ``bins [rows, 2 * BINS]`` and
+    ``window [rows, 2]`` are what selection reads; ``stats [rows, chunks, GP, 2]`` each head's log-sum-exps, in parts, of "softmax_sum"."""
+
+    q: Tensor  # [rows of the step, Hq, 1, D]
+    k: Tensor
+    data: Tensor | None
+    meta: Tensor | None
+    mask: Mask
+    bounds: Tensor | None
+    hint: Tensor | None
+    strides: tuple[int, ...]  # ``strides_of``
+    fmt: str
+    reduction: str
+    scale: float
+    softcap: float
+    tokens: int  # query tokens of a sequence
+
+    def prepare(self, n_fac: int, width: int, config: Configuration | None = None) -> Configuration:
+        """Chooses the configuration, or takes ``config``, and allocates. ``width`` as ``configuration``'s."""
+        q, data = self.q, self.data
+        Hkv, L = self.k.shape[1], self.k.shape[2]
+        self.rows, self.group = q.shape[0] * Hkv, q.shape[1] // Hkv
+        self.device = device_of(q)
+        self.engine, self.heads, self.block_w, self.pack = _engine(
+            data, self.fmt, self.group, q.shape[3], self.reduction, self.device, self.rows * L
+        )
+        self.config = config or configuration(
+            self.rows, L, n_fac, width, self.engine, self.fmt, self.heads * self.block_w // 2, self.device
+        )
+        self.keys = self._scratch(self.rows * L + 16)  # these two are read somewhat beyond their end
+        self.codes = self._scratch(self.rows * L + 16, dtype=torch.uint8)
+        self.bins = self._scratch(self.rows, 2 * BINS.value, dtype=torch.int32)
+        self.window = self._scratch(self.rows, 2)
+        self.stats: Tensor | None = None
+        self.levels: Tensor | None = None
+        self.factors: Tensor | None = None
+        self.sums: Tensor | None = None
+        if self.reduction == "softmax_sum":
+            self.stats = self._scratch(self.rows, self.config.chunks, self.heads, 2)
+        self.source, self.codes_of_q = self.k, q
+        if data is not None:
+            # Where the tensor cores do not take e4m3, the kernels decode bytes.
+            self.source = data if self.device.fp8 else bytes_view(data)
+            dtype = torch.float16 if self._halves else torch.int8 if INFO[self.fmt].bits else self.source.dtype
+            self.codes_of_q = self._scratch(self.rows, 2, self.heads, self.block_w, dtype=dtype)
+            self.factors = self._scratch(self.rows, self.heads)
+            self.sums = self._scratch(self.rows, self.heads, dtype=torch.int32)
+        return self.config
+
+    def query(
+        self,
+        dims: Tensor | None,
+        centre: Tensor | None,
+        spread: Tensor | None,
+        norm: Tensor | None,
+        slopes: Tensor | None,
+        slots: Tensor | None,
+    ) -> None:
+        """Launches ``query_kernel``, or does what is left of it where the scan reads K itself."""
+        data, meta = self.data, self.meta
+        if data is None:
+            self.bins.zero_()
+            return
+        assert meta is not None and dims is not None
+        if self.reduction == "affine" and slopes is not None:
+            self.levels = self._scratch(self.rows, self.group)
+        launched = query_kernel[(self.rows, 1 if slots is None else 2)](
+            self.q, self.k, dims, centre, spread, slots, bytes_view(data), meta, bytes_view(self.codes_of_q),
+            self.factors, self.sums, self.bins, norm, slopes, self.levels,
+            *self.strides[:7], 0 if slots is None or slots.dim() == 1 else slots.stride(0),
+            self.k.shape[2], 0 if slots is None else slots.shape[-1], self.scale,
+            HKV=self.k.shape[1], G=self.group, GP=self.heads, COLUMNS=data.shape[3], META=meta.shape[3],
+            **pack_sizes(dims.shape[1], self.fmt),
+            HAS_SLOTS=slots is not None, BLOCK_W=self.block_w, HALVES=self._halves, BINS=2 * BINS.value,
+            HAS_NORM=norm is not None, AFFINE=self.levels is not None, TOKENS=self.tokens, EARLY=self.device.early,
+            num_warps=2, launch_pdl=self.device.early,
+        )  # fmt: skip
+        partition_alike(launched)
+
+    def tip(
+        self, step: str, norm: Tensor | None, n_sink: int, n_recent: int, *, shard: int = 0, count: bool = True
+    ) -> None:
+        """Launches one pass of ``tip_kernel``, its PASS; ``shard`` is its SHARD. Without ``count`` no bins are made."""
+        data, meta, c = self.data, self.meta, self.config
+        norm = norm if self.levels is None else self.levels
+        launched = tip_kernel[(c.chunks, self.rows)](
+            self.codes_of_q, self.factors, self.sums, self.source, meta, norm, self.mask.tensor, self.bounds, self.hint,
+            self.keys, self.bins, self.window, self.stats, self.codes,
+            *self.strides[:7], *self.strides[11:], self.k.shape[2], self.scale, self.softcap, n_sink, n_recent,
+            HKV=self.k.shape[1], G=self.group, GP=self.heads, D=self.q.shape[3], FMT=self.fmt,
+            COLUMNS=1 if data is None else data.shape[3], META=0 if meta is None else meta.shape[3],
+            COUNT=c.count if count else "no", MASK_KIND=self.mask.kind, PER_HEAD=self.mask.per_head,
+            HAS_BOUNDS=self.bounds is not None, HAS_HINT=self.hint is not None, HAS_NORM=norm is not None,
+            SOFTCAP=self.softcap != 0.0, MAX=self.reduction == "max", PASS=step, ENGINE=self.engine,
+            FP8=self.device.fp8, BLOCK_W=self.block_w, BLOCK_T=c.block_t, PACK=self.pack, NATIVE=self.device.native,
+            CHUNKS=c.chunks, HOIST=c.hoist, LEVELS=self.levels is not None, TOKENS=self.tokens, SHARD=shard,
+            EARLY=self.device.early, num_warps=c.tip_warps, num_stages=c.tip_stages, launch_pdl=self.device.early,
+        )  # fmt: skip
+        partition_alike(launched)
+
+    @property
+    def _halves(self) -> bool:
+        return self.fmt == "fp8" and self.engine == "words"
+
+    def _scratch(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.q.device)
 
 
 def sparse_decode(
@@ -142,78 +252,33 @@ def sparse_decode(
         return dense_decode(q, k, v, mask, bounds, scale=scale, softcap=softcap, sinks=sinks, refresh=refresh)
 
     q, mask, bounds = as_rows(q, mask, bounds)
-    B, Hq, _, D = q.shape  # B: rows of the step, S for each sequence
+    B, Hq, _, _ = q.shape  # B: rows of the step, S for each sequence
     Hkv, L, DV = k.shape[1], k.shape[2], v.shape[3]
-    G, rows = Hq // Hkv, B * Hkv
+    rows = B * Hkv
     device = device_of(q)
-    engine, GP, block_w, pack = _engine(data, fmt, G, D, reduction, device, rows * L)
-    c = config or configuration(rows, L, n_fac, token_width(q, k, v), engine, fmt, GP * block_w // 2, device)
-    if tags is not None and tags.shape[2] != c.splits:
-        c = replace(c, splits=tags.shape[2], block_k=_block_k(L, tags.shape[2]))
-    splits = c.splits
     if mask is not None and bounds is None:
         bounds = mask_bounds(mask, L)
     m = mask_arguments(mask)
-
-    def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=q.device)
-
-    keys = scratch(rows * L + 16)  # these two are read somewhat beyond their end
-    codes = scratch(rows * L + 16, dtype=torch.uint8)
-    bins = scratch(rows, 2 * BINS.value, dtype=torch.int32)
-    if data is None:  # else the query's kernel clears them
-        bins.zero_()
-    window = scratch(rows, 2)
-    stats = scratch(rows, c.chunks, GP, 2) if reduction == "softmax_sum" else None
+    strides = strides_of(q, k, v, m, bounds)
+    scan = Scan(q, k, data, meta, m, bounds, hint, strides, fmt, reduction, scale, softcap, S)
+    c = scan.prepare(n_fac, token_width(q, k, v), config)
+    if tags is not None and tags.shape[2] != c.splits:
+        c = replace(c, splits=tags.shape[2], block_k=_block_k(L, tags.shape[2]))
+    splits = c.splits
     room = min(n_fac + n_fac // 8, 32 * -(-(-(-L // 32) + 1) // splits))
     if given is None:
-        kept, kept_count = scratch(rows, splits, room, dtype=torch.int32), scratch(rows, splits, dtype=torch.int32)
+        kept = torch.empty((rows, splits, room), dtype=torch.int32, device=q.device)
+        kept_count = torch.empty((rows, splits), dtype=torch.int32, device=q.device)
     else:
         kept, kept_count = given
     if selection is not None:
         selection.append((kept, kept_count))
-    part = scratch(rows, splits, G, DV + 2) if splits > 1 else None
+    part = torch.empty((rows, splits, Hq // Hkv, DV + 2), device=q.device) if splits > 1 else None
     out = torch.empty((B, Hq, 1, DV), dtype=q.dtype, device=q.device)
-    # Where the tensor cores do not take e4m3, the kernels decode bytes.
-    query, source, factors, sums = q, k, None, None
-    if data is not None:
-        source = data if device.fp8 else bytes_view(data)
-        halves = fmt == "fp8" and engine == "words"
-        dtype = torch.float16 if halves else torch.int8 if INFO[fmt].bits else source.dtype
-        query = scratch(rows, 2, GP, block_w, dtype=dtype)
-        factors, sums = scratch(rows, GP), scratch(rows, GP, dtype=torch.int32)
-    levels = scratch(rows, G) if reduction == "affine" and slopes is not None and data is not None else None
-
-    strides = strides_of(q, k, v, m, bounds)
     with on_device(q):
-        if data is not None:
-            assert meta is not None and dims is not None
-            launched = query_kernel[(rows, 1 if slots is None else 2)](
-                q, k, dims, centre, spread, slots, bytes_view(data), meta, bytes_view(query), factors, sums, bins,
-                norm, slopes, levels,
-                *strides[:7], 0 if slots is None or slots.dim() == 1 else slots.stride(0),
-                L, 0 if slots is None else slots.shape[-1], scale,
-                HKV=Hkv, G=G, GP=GP, COLUMNS=data.shape[3], META=meta.shape[3], **pack_sizes(dims.shape[1], fmt),
-                HAS_SLOTS=slots is not None, BLOCK_W=block_w, HALVES=halves, BINS=2 * BINS.value,
-                HAS_NORM=norm is not None, AFFINE=levels is not None, TOKENS=S, EARLY=device.early,
-                num_warps=2, launch_pdl=device.early,
-            )  # fmt: skip
-            partition_alike(launched)
-        norm = norm if levels is None else levels
+        scan.query(dims, centre, spread, norm, slopes, slots)
         for step in ("stats", "keys-by-stats") if reduction == "softmax_sum" else ("keys",):
-            launched = tip_kernel[(c.chunks, rows)](
-                query, factors, sums, source, meta, norm, m.tensor, bounds, hint,
-                keys, bins, window, stats, codes,
-                *strides[:7], *strides[11:], L, scale, softcap, n_sink, n_recent,
-                HKV=Hkv, G=G, GP=GP, D=D, FMT=fmt, COLUMNS=1 if data is None else data.shape[3],
-                META=0 if meta is None else meta.shape[3], COUNT="no" if given is not None else c.count, MASK_KIND=m.kind, PER_HEAD=m.per_head,
-                HAS_BOUNDS=bounds is not None, HAS_HINT=hint is not None, HAS_NORM=norm is not None,
-                SOFTCAP=softcap != 0.0, MAX=reduction == "max", PASS=step, ENGINE=engine, FP8=device.fp8,
-                BLOCK_W=block_w, BLOCK_T=c.block_t, PACK=pack, NATIVE=device.native, CHUNKS=c.chunks, HOIST=c.hoist,
-                LEVELS=levels is not None, TOKENS=S, EARLY=device.early,
-                num_warps=c.tip_warps, num_stages=c.tip_stages, launch_pdl=device.early,
-            )  # fmt: skip
-            partition_alike(launched)
+            scan.tip(step, norm, n_sink, n_recent, count=given is None)
         sizes = attend_sizes(q, k, v)
         how = dict(
             **sizes, MASK_KIND=m.kind, PER_HEAD=m.per_head, HAS_BOUNDS=bounds is not None, HAS_HINT=hint is not None,
@@ -221,7 +286,9 @@ def sparse_decode(
             BLOCK_N=c.block_n, GIVEN=given is not None, EARLY=device.early, num_warps=c.fac_warps, num_stages=c.fac_stages,
             launch_pdl=device.early,
         )  # fmt: skip
-        attended = (q, k, v, m.tensor, bounds, hint, keys, codes, bins, window, kept, kept_count, out, part, sinks)
+        attended = (
+            q, k, v, m.tensor, bounds, hint, scan.keys, scan.codes, scan.bins, scan.window, kept, kept_count, out, part, sinks,
+        )  # fmt: skip
         if hot is None:
             launched = fac_kernel[(splits, rows)](*attended, *strides, L, n_fac, scale, softcap, room, TOKENS=S, **how)
         else:
@@ -231,7 +298,7 @@ def sparse_decode(
                 *attended, hot, tags, ledger, place, kept if slots is None else slots,
                 0 if slots is None or slots.dim() == 1 else slots.stride(0), 0 if slots is None else slots.shape[-1],
                 *strides, L, n_fac, scale, softcap, room, HAS_SLOTS=slots is not None, C=tags.shape[3],
-                CP=power_of_2(tags.shape[3]), DP=power_of_2(D), **how,
+                CP=power_of_2(tags.shape[3]), DP=power_of_2(k.shape[3]), **how,
             )  # fmt: skip
         partition_alike(launched)
         if splits > 1:

@@ -98,7 +98,6 @@ def check_step(case: Case, hint: Tensor | None = None, slots: Tensor | None = No
 
     q, k, v, mask, how = case.q, case.k, case.v, case.mask, case.how
     B, Hkv, L = k.shape[:3]
-    G = q.shape[1] // Hkv
     data, meta, dims, centre, spread = case.cache
     selection: list[tuple[Tensor, Tensor]] = []
     out = sparse_decode.sparse_decode(
@@ -110,7 +109,86 @@ def check_step(case: Case, hint: Tensor | None = None, slots: Tensor | None = No
     times = torch.zeros(B * S * Hkv, L, dtype=torch.int32, device=q.device)
     times.scatter_add_(1, torch.where(used, kept, 0).long().flatten(1), used.flatten(1).int())
     assert times.max() <= 1, "a token was kept twice"
-    kept_here = (times > 0).view(B * S, Hkv, L)
+    return check_kept(case, (times > 0).view(B * S, Hkv, L), out, tolerance)
+
+
+def check_sharded_step(case: Case, ranks: int, hints: list[Tensor] | None = None, tolerance: float = 1e-5) -> float:
+    """As ``check_step``, for ``sharded_step``; and exact attention of the same processes."""
+    how = case.how
+    kept, out, dense = sharded_step(case, ranks, hints)
+    exact = reference.dense_decode(
+        case.q, case.k, case.v, case.mask, None, scale=how["scale"], softcap=how["softcap"], sinks=how["sinks"]
+    )
+    torch.testing.assert_close(dense, exact.float(), atol=tolerance, rtol=tolerance)
+    return check_kept(case, kept, out, tolerance)
+
+
+def sharded_step(case: Case, ranks: int, hints: list[Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The kernels of ``sharded_decode``, for ``ranks`` processes one after another, and what they exchange: ``(kept, out, dense)``, the tokens
+    attended to, bool ``[B, Hkv, L]``, and sparse and exact attention, fp32 ``[B, Hq, 1, Dv]``.
+
+    Each process has a row more in its buffers, poisoned, that nobody may read. ``L`` must be a multiple of ``ranks``. Which tokens were kept
+    shows in attention to unit vectors, 128 tokens at a time. ``hints``: each process's, ``[B, Hkv, 2]``.
+    """
+    from fasa_compile.triton_kernels import dense_decode, shard, sharded_decode
+
+    q, how = case.q, case.how
+    B, Hkv, L = case.k.shape[:3]
+    rows, n_fac = L // ranks, how["n_fac"]
+    data, meta, dims, _, spread = case.cache
+    common: dict[str, Any] = {name: how[name] for name in ("scale", "softcap")}
+    normal: dict[str, Any] = {"rows": rows, "n_fac": n_fac, "fmt": how["fmt"], **common}
+
+    def part(x: Tensor, rank: int) -> Tensor:
+        own = x[:, :, rank * rows : (rank + 1) * rows]
+        with_spill = torch.empty((B, Hkv, rows + 1, x.shape[3]), dtype=x.dtype, device=x.device)
+        if x.shape[3]:
+            with_spill.view(torch.uint8).fill_(255)  # NaN in all floating formats
+            with_spill.view(torch.uint8)[:, :, :rows] = own.contiguous().view(torch.uint8)
+        return with_spill
+
+    limits: Any = [sharded_decode.own_mask(case.mask, None, rows, r, ranks, q.device) for r in range(ranks)]
+    keys = [part(case.k, r) for r in range(ranks)]
+    packed = [tuple(x if x is None else part(x, r) for x in (data, meta)) for r in range(ranks)]
+    scored: Any = [(q, keys[r], *packed[r], dims, spread) for r in range(ranks)]
+    norm, reduction = case.norm, how["reduction"]
+    if reduction == "softmax_sum":
+        levels = [shard.levels(*scored[r], *limits[r], **normal) for r in range(ranks)]
+        norm, reduction = reference.guarded_logsumexp(torch.stack(levels), 0)[0], "static"
+    found = []
+    for r in range(ranks):
+        hint = None if hints is None else hints[r]
+        select = {"n_sink": how["n_sink"], "n_recent": how["n_recent"], "reduction": reduction}
+        step: Any = (*scored[r], norm, *limits[r], hint, how["slopes"])
+        found.append(shard.candidates(*step, **select | normal))
+    everyones = torch.cat([listed for listed, _ in found], -1)
+
+    def sparse(v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        shares = []
+        for r in range(ranks):
+            args = (q, keys[r], part(v, r), limits[r][0], everyones, found[r][1])
+            shares.append(shard.attend(*args, rank=r, n_fac=n_fac, **common))
+        return sharded_decode.merged(torch.stack(shares), sinks)
+
+    weights = []
+    for t in range(0, L, 128):
+        unit = torch.zeros(L, 128, dtype=case.v.dtype, device=q.device)
+        unit[t : t + 128].fill_diagonal_(1.0)
+        weights.append(sparse(unit.expand(B, Hkv, L, 128)))
+    kept = (torch.cat(weights, -1)[..., :L] > 0).view(B, Hkv, -1, L).any(2)
+    exact = []
+    for r in range(ranks):
+        own_k, own_v = keys[r][:, :, :rows], part(case.v, r)[:, :, :rows]
+        exact.append(dense_decode.dense_decode(q, own_k, own_v, *limits[r], **common, shard=True))
+    return kept, sparse(case.v, how["sinks"]), sharded_decode.merged(torch.stack(exact), how["sinks"])
+
+
+def check_kept(case: Case, kept_here: Tensor, out: Tensor, tolerance: float) -> float:
+    """Checks which tokens a step kept, bool ``[B * S, Hkv, L]``, and its result; returns how many, in multiples of what was asked for."""
+    q, k, v, mask, how = case.q, case.k, case.v, case.mask, case.how
+    B, Hkv, L = k.shape[:3]
+    S, G = q.shape[2], q.shape[1] // Hkv
+    data, meta, dims, _, spread = case.cache
 
     ranked = {name: how[name] for name in ("scale", "n_sink", "n_recent", "softcap", "fmt", "reduction", "slopes")}
     key = reference.tip_keys(q, k, data, meta, dims, spread, case.norm, mask, None, **ranked)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from fasa_compile.testing.steps import make_case
+from fasa_compile.testing.steps import check_sharded_step, make_case
 from fasa_compile.triton_kernels import bounds, dense_decode, pack, sparse_decode
 
 
@@ -40,6 +40,7 @@ def main() -> None:
         if cache[0] is not None:
             pack.pack(k, *cache[2:], fmt)
         assert out.cpu().isfinite().all()
+    check_sharded_step(make_case("int4", L=501, D=64, DV=64, W=32, mask="lengths", device="cuda"), 3, tolerance=1e-3)
     torch.cuda.synchronize()
     print(f"{steps} sparse steps")
 

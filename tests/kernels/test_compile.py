@@ -24,9 +24,9 @@ def launches_of(
     note: Callable[[], Any] = lambda: None,
 ) -> list[Launch]:
     """Of every kernel, for tensors that hold no numbers, as on ``device``."""
-    from fasa_compile.triton_kernels import bounds, dense_decode, pack, sparse_decode
+    from fasa_compile.triton_kernels import bounds, dense_decode, pack, shard, sparse_decode
 
-    for module in (sparse_decode, dense_decode):
+    for module in (sparse_decode, dense_decode, shard):
         monkeypatch.setattr(module, "device_of", lambda _: device)
     B, Hq, Hkv, L, D, W = 2, 32, 8, 32768, 128, 64
     with torch.device("meta"), recording(note) as launches:
@@ -52,6 +52,12 @@ def launches_of(
         dense_decode.dense_decode(q, kv, kv, m, scale=0.1)
         pack.pack(kv, dims, centre, centre, fmt)
         if m is not None:
+            own, some, limits = (q, kv, data, meta, dims, centre), m[..., : L - 1], torch.empty(B, 2, dtype=torch.int32)
+            how = {"scale": 0.1, "softcap": 0.0, "n_fac": 1024}
+            more = {"rows": L - 1, "n_sink": 4, "n_recent": 16, "fmt": fmt, "reduction": "static", **how}
+            listed, tokens = shard.candidates(*own, torch.empty(B, Hq), some, limits, hint, **more)
+            shard.attend(q, kv, kv, some, torch.cat([listed, listed], -1), tokens, rank=1, **how)
+            dense_decode.dense_decode(q, kv[:, :, 1:], kv[:, :, 1:], some, limits, scale=0.1, shard=True)
             bounds.mask_bounds(m, L)
     names = {launch.kernel.fn.__name__ for launch in launches}
     assert names >= {
@@ -63,6 +69,7 @@ def launches_of(
         "dense_kernel",
         "pack_kernel",
     }
+    assert mask is None or names >= {"bounds_kernel", "select_kernel", "list_kernel", "chosen_fac_kernel"}
     return launches
 
 
@@ -79,7 +86,7 @@ def test_kernels_compile(capability: int, fmt: str, mask: torch.dtype | None, mo
 
 def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:  # trial L1
     """Not on the one that happens to be current: each launcher opens the guard around its launches."""
-    from fasa_compile.triton_kernels import bounds, dense_decode, pack, sparse_decode
+    from fasa_compile.triton_kernels import bounds, dense_decode, pack, shard, sparse_decode
     from fasa_compile.triton_kernels.launch import Device
 
     current: list[str] = []
@@ -90,7 +97,7 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch: pytest
         yield
         current.pop()
 
-    for module in (bounds, dense_decode, pack, sparse_decode):
+    for module in (bounds, dense_decode, pack, shard, sparse_decode):
         monkeypatch.setattr(module, "on_device", guard)
     launches = launches_of(Device(132, 90, True), "int4", torch.bool, monkeypatch, lambda: current[-1:])
     assert [launch.noted for launch in launches] == [["meta"]] * len(launches)

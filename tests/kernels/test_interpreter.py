@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fasa_compile.testing.steps import check_step, make_case
+from fasa_compile.testing.steps import check_sharded_step, check_step, make_case, sharded_step
 from fasa_compile.triton_kernels import reference
 from fasa_compile.triton_kernels.formats import FORMATS
 
@@ -137,6 +137,42 @@ def test_several_query_tokens_select_each_for_itself(options: dict[str, object])
     check_step(replace(case, q=case.q[:, :, -1:], mask=mask), last)
     assert torch.equal(hint, last) and hint.any()
     check_step(case, hint)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (3, {"mask": "lengths"}), (2, {"mask": "left", "fmt": "fp8", "sinks": True}), (2, {"mask": "few", "fmt": "int8"}),
+        (4, {"mask": "shared additive", "n_fac": 90, "reduction": "affine", "softcap": 5.0}),
+        (2, {"mask": "per head", "reduction": "softmax_sum"}), (2, {"mask": "nothing"}),
+        (3, {"all_dims": True, "reduction": "max", "mask": "one row", "n_fac": 119, "B": 2}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_tokens_on_several_processes(ranks: int, options: dict[str, object]) -> None:
+    case = make_case(**({"B": 1, "L": 120} | options))  # type: ignore[arg-type]
+    check_sharded_step(case, ranks)
+
+
+@interpreted
+def test_processes_whose_hints_differ() -> None:
+    """A process that has just begun searches; the others have bins around the threshold. All keep their best."""
+    case = make_case(B=1, L=120)
+    hints = [torch.full((1, 2, 2), state) for state in (torch.nan, 0.0)]
+    for _ in range(2):
+        check_sharded_step(case, 2, hints)
+    hints[0].fill_(torch.nan)
+    check_sharded_step(case, 2, hints)
+
+
+@interpreted
+def test_equal_keys_of_several_processes_are_told_apart_by_position() -> None:
+    case = make_case("fp32", B=1, L=120, n_fac=70, n_sink=0, n_recent=0)
+    case.k[:] = case.k[:, :, :1]
+    case.cache = (*reference.pack(case.k, *case.cache[2:], "fp32"), *case.cache[2:])  # type: ignore[arg-type]
+    kept, _, _ = sharded_step(case, 3)
+    assert kept[..., :70].all() and not kept[..., 70:].any()
 
 
 @interpreted

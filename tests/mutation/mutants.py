@@ -846,13 +846,26 @@ add(
 
 SHARDED, SEQUENCE = "kernels/test_sharded_decode.py", "match/test_sequence_sites.py"
 add = breaks("triton_kernels/sharded_decode.py", SHARDED)
-add("a process's best are not counted from its own", "chosen < (rank + 1) * n)", "chosen < (rank + 2) * n)")
-add("every process attends to all of its best", "(torch.arange(n, device=q.device) < count) & ", "")
-add("fewer keys are sent than may be chosen", "n = min(n_fac, rows)", "n = min(-(-n_fac // ranks), rows)")
-add("bounds are those of all tokens", "bounds - first, B, Hkv, G, rows, device)", "bounds, B, Hkv, G, rows, device)")
+add(
+    "a process takes the next one's choice for its own",
+    "taken = taken[..., rank * width : (rank + 1) * width]\n",
+    "taken = taken[..., -n_fac - width : -n_fac]\n",
+)
+add("every process attends to all of its best", "taken = taken & (listed", "taken = (listed")
+add("lists are in order of keys", ".sort(-1).values  # [B, Hkv, n], in order of position", "")
+add("fewer keys are sent than may be chosen", "n = min(n_fac, rows)", "n = min(n_fac // 2 + 1, rows)")
+add("bounds are those of all tokens", "return mask, bounds - first", "return mask, bounds")
 add("the mask is the first process's", "mask[..., first : first + rows]", "mask[..., :rows]")
-add("softmax_sum compares by a process's own", "all_gather(own, ranks, group), 0)[0]", "own[None], 0)[0]")
-add("the row that nobody reads is read", "k, v = k[:, :, :rows], v[:, :, :rows]", "k, v = k[:, :, 1:], v[:, :, 1:]")
+add(
+    "softmax_sum compares by a process's own",
+    "norm = reference.guarded_logsumexp(all_gather(own, ranks, group), 0)[0]",
+    "norm = own",
+)
+add(
+    "the row that nobody reads is read",
+    "    k = k[:, :, :rows]\n",
+    "    k = k[:, :, -rows:]\n",
+)
 add("parts are merged as if all weighed the same", "weight = (lse - top).exp()", "weight = (lse > -torch.inf).float()")
 add("sinks do not join the merge", "total = total + (sink - top).exp()", "pass")
 
@@ -895,17 +908,48 @@ add(
 
 # ---- kernels, in the interpreter --------------------------------------------------------------------------------------
 
+PROCESSES = f"{INTERPRETER}::test_tokens_on_several_processes"
+add = breaks("triton_kernels/shard.py", PROCESSES)
+add("each program looks at the first run of tokens", "base + part * share, share, n_fac", "base, share, n_fac")
+add("lists are not padded", "if part == PARTS - 1:", "if part == PARTS:")
+add(
+    "parts of a list overwrite each other",
+    "tl.sum(tl.where(n < part, counts, 0), axis=0)",
+    "tl.sum(counts * 0, axis=0)",
+)
+add("a process's candidates are the first one's", "at = rank * width + i\n", "at = i\n")
+add("all candidates are attended to", "((key >= hi) | ((key >= lo) & (at < below)))", "(key >= lo - 1e30)")
+add(
+    "of equal keys all are attended to",
+    "(key >= lo) & (at < below)",
+    "key >= lo",
+    f"{INTERPRETER}::test_equal_keys_of_several_processes_are_told_apart_by_position",
+)
+add = breaks("triton_kernels/score.py", PROCESSES)
+add(
+    "first and last tokens are each process's own",
+    "    first, stop = own_bounds(first, stop, SHARD)\n    base",
+    "    first, stop = own_bounds(first, stop, SHARD)\n    sinks_end, recent = first + n_sink, stop - n_recent\n    base",
+)
+add("tokens beyond a process's part are scored", "tl.minimum(stop, SHARD)", "tl.minimum(stop, SHARD + 1)")
+add = breaks("triton_kernels/attend.py", PROCESSES)
+add(
+    "a share's log-sum-exp is of the scores' squares",
+    "(top + tl.log2(total)) / 1.44",
+    "(top + 2 * tl.log2(total)) / 1.44",
+)
+
 add = breaks("triton_kernels/score.py", INTERPRETER)
 add(
     "TIP forces one recent token too few",
-    "(token >= stop - n_recent)",
-    "(token > stop - n_recent)",
+    "(token >= recent)",
+    "(token > recent)",
     f"{INTERPRETER}::test_formats",
 )
 add(
     "TIP counts first tokens from slot 0",
-    "forced = (token < first + n_sink)",
-    "forced = (token < n_sink)",
+    "sinks_end = first + n_sink",
+    "sinks_end = n_sink",
     f"{INTERPRETER}::test_masks",
 )
 add(
