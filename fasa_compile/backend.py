@@ -23,7 +23,15 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._guards import TracingContext, tracing
 
 from fasa_compile.audit import IN_A_ROW
-from fasa_compile.capture import Shadow, capture, enclosing_modules, has_module, pin_root_module, root_module
+from fasa_compile.capture import (
+    Shadow,
+    capture,
+    enclosing_modules,
+    has_module,
+    no_garbage_collection,
+    pin_root_module,
+    root_module,
+)
 from fasa_compile.counters import count, decline
 from fasa_compile.dump import dump, graph_text, trace
 from fasa_compile.errors import FasaError, FasaWarning, NoSitesError, ProfileError
@@ -284,11 +292,12 @@ class FasaBackend:
             self._record("prefill", note=f"{len(nodes)} attention sites, dense")
             return counted(inner(gm, example_inputs), {"dense_steps": 1})
         began = time.thread_time()
-        shadow, planned, check = self._plan(gm, example_inputs)
         rewritten: Rewritten | None = None
         compiled: Callable[..., Any] | None = None
-        if shadow is not None and planned.rewritten:
-            planned, rewritten = self._rewrite(shadow, planned)
+        with no_garbage_collection():
+            shadow, planned, check = self._plan(gm, example_inputs)
+            if shadow is not None and planned.rewritten:
+                planned, rewritten = self._rewrite(shadow, planned)
         seconds = time.thread_time() - began
         if rewritten is not None:
             examples = [*example_inputs, *(item.fake for item in rewritten.extra)]

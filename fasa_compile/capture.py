@@ -33,6 +33,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass, transform_subclass
 from torch.utils._pytree import tree_map, tree_map_only
 
+from fasa_compile.repeats import Repeats, Value
+
 
 @torch.library.custom_op("fasa::outside", mutates_args=())
 def outside(
@@ -323,15 +325,17 @@ def _name(values: Sequence[Any]) -> str:
 class _Recorder(fx.Interpreter):
     """Runs the Dynamo graph on functional tensors and notes which shadow node each value is."""
 
-    def __init__(self, gm: fx.GraphModule, fake_mode: FakeTensorMode) -> None:
+    def __init__(self, gm: fx.GraphModule, fake_mode: FakeTensorMode, repeats: bool) -> None:
         super().__init__(gm, garbage_collect_values=False)
         self._fake_mode = fake_mode
+        self._writers = {node: i for i, node in enumerate(gm.graph.nodes) if may_write(node)}
         self._foreign = False  # whether a tensor subclass has been met
         self.order = {node.name: i for i, node in enumerate(gm.graph.nodes)}
         self.history: dict[str, list[tuple[int, fx.Node]]] = {}
         self.origin: dict[fx.Node, str] = {}
         self._aliases: dict[int, list[fx.Node]] = {}
         self._tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+        self.repeats = Repeats(self._tracer, fake_mode, self._writers, _plain) if repeats else None
         self._last = self._tail()
         self._regions = _vmapped(gm)
         self._inside = {node for region in self._regions.values() for node in region}
@@ -344,8 +348,17 @@ class _Recorder(fx.Interpreter):
         slot = get_proxy_slot(_plain(value), self._tracer, None)
         return slot.proxy.node if slot is not None else None
 
-    def _note(self, name: str, value: FunctionalTensor, point: int) -> None:
-        node = self._shadow(value)
+    def _held(self, node: fx.Node) -> Any:
+        """The value of a Dynamo node, in tensors."""
+        value = self.env[node]
+        return tree_map_only(Value, self.repeats.tensor, value) if self.repeats is not None else value
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        found = super().fetch_args_kwargs_from_env(n)
+        return tree_map_only(Value, self.repeats.tensor, found) if self.repeats is not None else found
+
+    def _note(self, name: str, value: FunctionalTensor | Value, point: int) -> None:
+        node = value.node if isinstance(value, Value) else self._shadow(value)
         past = self.history.setdefault(name, [])
         if node is not None and not (past and past[-1][1] is node):
             past.append((point, node))
@@ -360,7 +373,7 @@ class _Recorder(fx.Interpreter):
         for node in region:
             copies[node] = body.node_copy(node, copies.__getitem__)
         body.output([copies[node] for node in wanted])
-        values = [self.env[node] for node in given]
+        values = [self._held(node) for node in given]
         plain = [_plain(v) if isinstance(v, FunctionalTensor) else v for v in values]
         mode = next((p.fake_mode for p in plain if isinstance(p, FakeTensor)), None) or FakeTensorMode()
         with _disable_current_modes(), mode, enable_python_dispatcher():
@@ -375,13 +388,13 @@ class _Recorder(fx.Interpreter):
 
     def _run_outside(self, n: fx.Node) -> Any:
         """Evaluate a node that takes a tensor subclass on plain fakes; plain results come back as ``fasa::outside``."""
-        given = [self.env[a] for a in n.all_input_nodes]
+        given = [self._held(a) for a in n.all_input_nodes]
         plain = [v for v in given if isinstance(v, FunctionalTensor)]
         if plain and may_write(n):
             raise NotImplementedError(
                 f"{n.name} ({n.target}) may write a tensor, and a {_name(given)} takes part in it"
             )
-        env = {a: tree_map_only(FunctionalTensor, _plain, self.env[a]) for a in n.all_input_nodes}
+        env = {a: tree_map_only(FunctionalTensor, _plain, self._held(a)) for a in n.all_input_nodes}
         with _disable_current_modes(), self._fake_mode, enable_python_dispatcher():
             args, kwargs = fx.map_arg((n.args, dict(n.kwargs)), env.__getitem__)
             found = getattr(self, n.op)(n.target, args, kwargs)
@@ -394,8 +407,33 @@ class _Recorder(fx.Interpreter):
         return tree_map(enter, found)
 
     def run_node(self, n: fx.Node) -> Any:
+        point = self.order[n.name]
         if n in self._regions:
             self._run_vmapped(self._regions[n])
+        if self.repeats is None or n in self._inside or n.op == "output":
+            result = self._trace(n)
+        else:
+            result = self.repeats.run(n, point, self.env, lambda: self._trace(n))
+        if isinstance(result, (FunctionalTensor, Value)):
+            self._note(n.name, result, point)
+        if isinstance(result, FunctionalTensor):
+            self._aliases.setdefault(_storage(result), []).append(n)
+        if n in self._writers:
+            for argument in n.all_input_nodes:
+                value = self.env.get(argument)
+                if isinstance(value, FunctionalTensor):
+                    for alias in self._aliases.get(_storage(value), ()):
+                        current = result if alias is n else self.env[alias]
+                        if isinstance(current, FunctionalTensor):
+                            self._note(alias.name, current, point)
+        node = self._tail()
+        while node is not self._last and node.op != "root":
+            self.origin.setdefault(node, n.name)
+            node = node.prev
+        self._last = self._tail()
+        return result
+
+    def _trace(self, n: fx.Node) -> Any:
         if self._foreign and n.op not in ("placeholder", "output") and any(map(is_foreign, _leaves(self.env, n))):
             result = self._run_outside(n)
         else:
@@ -403,23 +441,6 @@ class _Recorder(fx.Interpreter):
         if is_foreign(result):  # an input, or made of plain tensors as DTensor.from_local does
             self._foreign = True
             result = transform_subclass(result, lambda _, t: _plain(t) if isinstance(t, FunctionalTensor) else t)
-        point = self.order[n.name]
-        if isinstance(result, FunctionalTensor):
-            self._note(n.name, result, point)
-            self._aliases.setdefault(_storage(result), []).append(n)
-        if may_write(n):
-            for argument in n.all_input_nodes:
-                value = self.env.get(argument)
-                if isinstance(value, FunctionalTensor):
-                    for alias in self._aliases.get(_storage(value), ()):
-                        current = result if alias is n else self.env[alias]
-                        assert isinstance(current, FunctionalTensor)  # only those have aliases
-                        self._note(alias.name, current, point)
-        node = self._tail()
-        while node is not self._last and node.op != "root":
-            self.origin.setdefault(node, n.name)
-            node = node.prev
-        self._last = self._tail()
         return result
 
 
@@ -441,19 +462,31 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Shadow:
     Called inside a ``torch.compile`` backend; ``gm`` and ``example_inputs`` are what Dynamo passes. Neither is changed, and
     no kernel runs. Raises whatever the trace raises; the caller leaves the graph alone then and says so.
     """
+    with no_garbage_collection():
+        shadow = _capture(gm, example_inputs, repeats=True)
+        if shadow is None:
+            shadow = _capture(gm, example_inputs, repeats=False)
+    assert shadow is not None
+    return shadow
+
+
+def _capture(gm: fx.GraphModule, example_inputs: Sequence[Any], repeats: bool) -> Shadow | None:
+    """``capture``, with calls that repeat traced once or each time; None if they do not repeat after all."""
     mode, fakes = fake_inputs(gm, example_inputs)
     recorder: _Recorder | None = None
     placeholders: list[fx.Node] = []
     finals: list[fx.Node] = []
+    holds = True
 
     def run(*arguments: Any) -> Any:
-        nonlocal recorder
+        nonlocal recorder, holds
         with FunctionalTensorMode(pre_dispatch=True, export=True):
             wrapped = [FunctionalTensor.to_functional(a) if isinstance(a, torch.Tensor) else a for a in arguments]
             wrapped = [fake if is_foreign(fake) else a for fake, a in zip(fakes, wrapped, strict=True)]
-            recorder = _Recorder(gm, mode)
+            recorder = _Recorder(gm, mode, repeats)
             placeholders.extend(recorder._tracer.graph.find_nodes(op="placeholder"))
             outputs = recorder.run(*wrapped)
+            holds = recorder.repeats is None or recorder.repeats.holds()
             for given, node in zip(wrapped, placeholders, strict=True):
                 final = recorder._shadow(given) if isinstance(given, FunctionalTensor) else None
                 finals.append(final if final is not None else node)
@@ -467,11 +500,13 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Shadow:
         _allow_non_fake_inputs=True,
         _disable_torch_fn_metadata_mode=True,  # no names of torch functions on nodes: nobody reads them
     )
-    with no_garbage_collection(), tracing(None), torch.no_grad(), mode, enable_python_dispatcher():
+    with tracing(None), torch.no_grad(), mode, enable_python_dispatcher():
         # A tensor subclass has a placeholder that nothing reads.
         given = [torch.empty(0, dtype=x.dtype, device=x.device) if is_foreign(x) else x for x in fakes]
         shadow = trace(*given)
     assert recorder is not None
+    if not holds:
+        return None
 
     holders: dict[fx.Node, list[str]] = {}
     for name, past in recorder.history.items():

@@ -71,7 +71,9 @@ def traced(shadow: Shadow, at: fx.Node, function: Callable[..., torch.Tensor], i
 
     try:
         with tracing(None), torch.no_grad(), shadow.fake_mode, enable_python_dispatcher():
-            made = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*(n.meta["val"] for n in nodes))
+            # Nodes may share one description of their values, but the trace tells its inputs apart by them.
+            values = [v.detach() if isinstance(v := n.meta["val"], torch.Tensor) else v for n in nodes]
+            made = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*values)
     except (RuntimeError, TypeError, ValueError, NotImplementedError, AssertionError) as error:
         raise Unreadable(f"what {at.name} masks could not be traced: {str(error).splitlines()[0]}") from error
     placeholders = made.graph.find_nodes(op="placeholder")
