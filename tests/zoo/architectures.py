@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,13 +40,24 @@ EXPERTS = {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_
 
 @dataclass(frozen=True)
 class Architecture:
-    """``sites`` is how many attentions of a decode step carry a rotary embedding and read a cache."""
+    """``sites`` is how many attentions of a decode step carry a rotary embedding and read a cache.
+
+    ``broken`` names, per kind of cache, the last minor release of transformers known in which the model itself, uncompiled, fails.
+    """
 
     model_type: str
     sites: int
     config: dict[str, Any]
     attention: str | None = None  # the implementation asked of transformers; None: its default
     kinds: tuple[str, ...] = ("static", "dynamic")
+    broken: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def runs(self, kind: str) -> bool:
+        """Whether the model itself runs with that kind of cache in the release of transformers that is installed."""
+        import transformers
+
+        major, minor = transformers.__version__.split(".")[:2]
+        return (int(major), int(minor)) > self.broken.get(kind, (0, 0))
 
 
 SAMPLE = [
@@ -67,7 +78,7 @@ SAMPLE = [
         "gptj", 2, {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 8, "n_inner": 64}
     ),
     Architecture("gpt2", 0, {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}),
-    Architecture("bloom", 0, {"n_layer": 2, "n_head": 4}),
+    Architecture("bloom", 0, {"n_layer": 2, "n_head": 4}, broken={"static": (5, 17)}),  # its ALiBi has the prompt's length
 ]
 
 
