@@ -15,6 +15,7 @@ of ``fasa::outside``, a value of which only its shape is known.
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -379,6 +380,15 @@ class _Recorder(fx.Interpreter):
         with _disable_current_modes(), mode, enable_python_dispatcher():
             flat = make_fx(fx.GraphModule(self.module, body), tracing_mode="real", _allow_non_fake_inputs=True)(*plain)
         self._ready.update(zip(wanted, fx.Interpreter(flat).run(*values), strict=True))
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is torch.nn.functional.dropout:
+            given = inspect.signature(target).bind(*args, **kwargs).arguments
+            if not given.get("training", True):
+                return given[
+                    "input"
+                ]  # as it is: an exporting mode takes it for a tensor of its own, which nothing may write
+        return super().call_function(target, args, kwargs)
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in _CASTS and isinstance(args[0], FunctionalTensor):

@@ -88,6 +88,16 @@ def test_a_write_through_a_view_reaches_the_base():
     assert shadow.inputs[written].meta["val"].shape == (2, 4, 16)
 
 
+def test_what_a_dropout_in_evaluation_gives_is_its_input():
+    def step(cache, x):
+        y = F.dropout(cache, 0.1, training=False)
+        y *= x
+        return cache + 1
+
+    shadow = shadow_of(step, torch.randn(4), torch.randn(4))
+    assert shadow.is_written(0), "F.dropout gives the tensor itself, and a write to that is a write to the input"
+
+
 def test_values_have_a_holder_before_and_after_a_write():
     def step(cache, k):
         first = cache * 1

@@ -78,7 +78,9 @@ SAMPLE = [
         "gptj", 2, {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 8, "n_inner": 64}
     ),
     Architecture("gpt2", 0, {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}),
-    Architecture("bloom", 0, {"n_layer": 2, "n_head": 4}, broken={"static": (5, 17)}),  # its ALiBi has the prompt's length
+    Architecture(
+        "bloom", 0, {"n_layer": 2, "n_head": 4}, broken={"static": (5, 17)}
+    ),  # its ALiBi has the prompt's length
 ]
 
 

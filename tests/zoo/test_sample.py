@@ -20,7 +20,9 @@ from fasa_compile.sites import AttentionSite
 def test_sites(architecture: Architecture, kind: str) -> None:
     """Matching alone: what is found in every decode graph, in whatever pieces Dynamo traces it."""
     if not architecture.runs(kind):
-        pytest.skip(f"{architecture.model_type} itself fails with a {kind} cache up to transformers {architecture.broken[kind]}")
+        pytest.skip(
+            f"{architecture.model_type} itself fails with a {kind} cache up to transformers {architecture.broken[kind]}"
+        )
     try:
         model = build(architecture)
     except (KeyError, ValueError) as error:
