@@ -25,6 +25,7 @@ import signal
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -279,18 +280,18 @@ def main() -> int:
         return 0
     words = [w for w in given.only.split(",") if w]
     chosen = [m for m in MUTANTS if not words or any(w in f"{m.file}: {m.name}" for w in words)]
+    held: dict[tuple[str, str], dict[str, Any]] = {}
     if given.new and RESULTS.exists():
         held = {(r["file"], r["name"]): r for r in json.loads(RESULTS.read_text())["mutants"] if r["noticed_by"]}
         chosen = [m for m in chosen if not (r := held.get((m.file, m.name))) or changed_since(m, r)]
-        chosen.sort(key=lambda m: (m.file, m.name) in held)  # first those that were never run
     for mutant in chosen:
         mutated(mutant)
     sys.path[:] = [p for p in sys.path if not (Path(p) / "fasa_compile").is_dir()]
     shutil.rmtree(ROOT / "tests" / "__pycache__", ignore_errors=True)
     signal.signal(signal.SIGTERM, stop)
     until, code = time.monotonic() + given.limit, 0
-    for interpreted in (False, True):
-        some = [m for m in chosen if m.interpreted == interpreted]
+    for older, interpreted in product((False, True), (False, True)):  # first those that were never run
+        some = [m for m in chosen if m.interpreted == interpreted and ((m.file, m.name) in held) == older]
         if not some or time.monotonic() > until:
             continue
         child = os.fork()
