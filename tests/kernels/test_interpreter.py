@@ -48,6 +48,10 @@ def test_packed_bytes_are_the_references(fmt: str, W: int, D: int) -> None:
     centre, spread = torch.randn(2, W), torch.rand(2, W) + 0.5
     k = torch.randn(3, 2, 50, D) * torch.logspace(-6, 3, 50)[:, None]
     k[0, 0, 3], k[0, 0, 4, 0], k[1, 1, 7], k[1, 1, 8] = torch.nan, torch.inf, 0.0, 1.0
+    centre[1], spread[1] = 0.0, 1.0
+    for t, steps in enumerate((15.0, 255.0)):  # of int4 and int8: codes that lie halfway between two numbers
+        k[2, 1, t] = torch.arange(D) * 0.5 % 15
+        k[2, 1, t, dims[1, :2].long()] = torch.tensor([0.0, steps])
     k = k.half()
     for got, expected in zip(
         pack.pack(k, dims, centre, spread, fmt), reference.pack(k, dims, centre, spread, fmt), strict=True
@@ -223,19 +227,36 @@ def test_whatever_the_hint_holds(state: float) -> None:
 
 
 @interpreted
-def test_equal_keys_are_told_apart_by_index() -> None:
+@pytest.mark.parametrize("first, best", [(0, 0), (168, 0), (20, 10)])
+def test_equal_keys_are_told_apart_by_index(first: int, best: int) -> None:
+    """All from token ``first`` on are equal, but those before are a little below and the last ``best`` above them: too little for
+    bins, so that the threshold is searched."""
     from fasa_compile.triton_kernels import sparse_decode
 
     case = make_case("fp32", L=200, n_fac=32, n_sink=0, n_recent=0)
     assert case.cache[0] is not None
+    _, _, dims, centre, spread = case.cache
+
+    def pack(k: torch.Tensor) -> None:
+        case.cache = (*reference.pack(k, dims, centre, spread, "fp32"), dims, centre, spread)  # type: ignore[arg-type]
+
+    def keys(k: torch.Tensor) -> torch.Tensor:
+        pack(k)
+        ranked = {name: case.how[name] for name in ("scale", "n_sink", "n_recent", "softcap", "fmt", "reduction")}
+        return reference.tip_keys(case.q, k, *case.cache[:3], spread, case.norm, None, None, **ranked)  # type: ignore[arg-type]
+
     case.k[:] = case.k[:, :, :1]
-    case.cache = (*reference.pack(case.k, *case.cache[2:], "fp32"), *case.cache[2:])  # type: ignore[arg-type]
+    shrinks = keys(case.k * (1 - 1e-4)) < keys(case.k)
+    lower, higher = (torch.where(at, 1 - 1e-4, 1 + 1e-4)[..., None] for at in (shrinks, ~shrinks))
+    case.k[:, :, :first] *= lower[:, :, :first]
+    case.k[:, :, 200 - best :] *= higher[:, :, 200 - best :]
+    pack(case.k)
     selection: list[tuple[torch.Tensor, torch.Tensor]] = []
     sparse_decode.sparse_decode(case.q, case.k, case.v, *case.cache, case.norm, selection=selection, **case.how)
     kept, count = selection[0]
     for row in range(4):
         tokens = [t for s in range(kept.shape[1]) for t in kept[row, s, : count[row, s]].tolist()]
-        assert sorted(tokens) == list(range(32))
+        assert sorted(tokens) == [*range(first, first + 32 - best), *range(200 - best, 200)]
 
 
 @interpreted
@@ -313,13 +334,15 @@ def test_rows_are_refreshed_where_the_budget_holds_all() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("mask", ["", "bool", "additive", "nothing"])
+@pytest.mark.parametrize("mask", ["", "left", "additive", "nothing"])
 def test_dense(mask: str) -> None:
+    """Each row in two parts, which are merged."""
     from fasa_compile.triton_kernels import dense_decode
 
-    case = make_case(mask=mask, D=24, DV=40, L=100)
-    for how in ({}, {"sinks": torch.randn(6), "softcap": 3.0}):
-        got = dense_decode.dense_decode(case.q, case.k, case.v, case.mask, scale=0.3, **how)
+    case = make_case(mask=mask, D=24, DV=40, L=300)
+    limits = None if case.mask is None else reference.mask_bounds(case.mask, 300)
+    for bounds, how in ((None, {}), (limits, {"sinks": torch.randn(6), "softcap": 3.0})):
+        got = dense_decode.dense_decode(case.q, case.k, case.v, case.mask, bounds, scale=0.3, **how)
         torch.testing.assert_close(got, reference.dense_decode(case.q, case.k, case.v, case.mask, scale=0.3, **how))
 
 

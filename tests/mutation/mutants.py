@@ -1053,7 +1053,7 @@ add(
     "an empty part spreads NaN",
     'safe = tl.where(top == -float("inf"), 0.0, top)\n    p =',
     "safe = top\n    p =",
-    f"{INTERPRETER}::test_masks",
+    f"{INTERPRETER}::test_dense",
 )
 add(
     "the shares of a row are merged without their weights",
@@ -1073,6 +1073,7 @@ add(
     "the first query token's threshold is the next step's guess",
     "row // HKV % TOKENS == TOKENS - 1",
     "row // HKV % TOKENS == 0",
+    f"{INTERPRETER}::test_several_query_tokens_select_each_for_itself",
 )
 
 add = breaks("triton_kernels/dense_decode.py", INTERPRETER)
@@ -1119,6 +1120,7 @@ add(
     "a query token packs one row alone",
     "for number in range(first, n_slots, STEP):",
     "for number in range(first, first + 1):",
+    f"{INTERPRETER}::test_several_rows_are_packed_before_they_are_scored",
 )
 
 add = breaks("triton_kernels/bounds.py", INTERPRETER)
