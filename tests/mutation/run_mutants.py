@@ -37,6 +37,7 @@ ROOMS = ("patterns", "profiles", "triton_kernels")
 LIMIT_OF_ONE = 120  # seconds of processor time for one test, so that a busy machine does not matter
 WAIT_OF_ONE = 600  # seconds by the clock for one test: it waits for something that does not come
 LIMIT = 1800  # seconds by the clock for the tests of one break
+CRASH = "a crash"
 
 sys.path.insert(0, str(HERE))
 from mutants import MUTANTS, WIDER, Mutant  # noqa: E402
@@ -137,7 +138,7 @@ def run_tests(place: Path, tests: tuple[str, ...], log: Path) -> tuple[int, str,
         os.killpg(child, signal.SIGKILL)
     _, _, usage = os.wait4(child, 0)
     _children.remove(child)
-    code, failed = json.loads(answer) if answer else ((0, "") if not ready else (4, "a crash"))
+    code, failed = json.loads(answer) if answer else ((0, "") if not ready else (4, CRASH))
     return code, failed.removeprefix("tests/"), usage.ru_utime + usage.ru_stime
 
 
@@ -165,15 +166,16 @@ def try_mutant(mutant: Mutant, widely: bool, passing: set[str], log: Path) -> di
             raise SystemExit(f"{mutant.name!r}: pytest ended with {code}\n{log.read_text()[-3000:]}")
         if code != 0:
             break
-    if "::" in failed and failed not in passing:
+    again = (failed,) if "::" in failed else tests if failed == CRASH else ()
+    if again and not passing.issuperset(again):
         with tempfile.TemporaryDirectory() as place:
             lay_out(Path(place), None)
-            code, _, _ = run_tests(Path(place), (failed,), log)
+            code, _, _ = run_tests(Path(place), again, log)
         if code != 0:
             raise SystemExit(
-                f"{mutant.name!r}: {failed} fails without the break too ({code})\n{log.read_text()[-3000:]}"
+                f"{mutant.name!r}: {', '.join(again)} fails without the break too ({code})\n{log.read_text()[-3000:]}"
             )
-        passing.add(failed)
+        passing.update(again)
     result = {"name": mutant.name, "file": mutant.file, "noticed_by": failed, "seconds": round(total, 1)}
     return result | {"digest": digest(mutant, failed)}
 
