@@ -182,7 +182,7 @@ def try_mutant(mutant: Mutant, widely: bool, passing: set[str], log: Path) -> di
 
 def digest(mutant: Mutant, noticed_by: str) -> str:
     """Of the broken file and of that of the test that noticed it: a result holds while neither changes."""
-    test = ROOT / "tests" / noticed_by.split("::")[0]
+    test = ROOT / "tests" / (noticed_by if "::" in noticed_by else mutant.tests[0]).split("::")[0]
     text = mutated(mutant) + (test.read_text() if test.is_file() else "")
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
