@@ -256,8 +256,10 @@ def table(path: Path) -> None:
         "|---|---|---|---|",
     ]
     for r in held["mutants"]:
-        by = r["noticed_by"].split("[")[0]
-        lines.append(f"| `{r['file']}` | {r['name']} | {f'`{by}`' if by else '**nothing**'} | {r['seconds']:.0f} |")
+        by = f"`{r['noticed_by'].split('[')[0]}`" if r["noticed_by"] else "**nothing**"
+        if r["noticed_by"] == CRASH:
+            by = f"a crash in `{by_name[r['file'], r['name']].tests[0]}`"
+        lines.append(f"| `{r['file']}` | {r['name']} | {by} | {r['seconds']:.0f} |")
     path.write_text("\n".join(lines) + "\n")
 
 
