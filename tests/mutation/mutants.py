@@ -852,7 +852,12 @@ add(
     "taken = taken[..., -n_fac - width : -n_fac]\n",
 )
 add("every process attends to all of its best", "taken = taken & (listed", "taken = (listed")
-add("lists are in order of keys", ".sort(-1).values  # [B, Hkv, n], in order of position", "")
+add(
+    "lists are in order of keys",
+    ".sort(-1).values  # [B, Hkv, n], in order of position",
+    "",
+    f"{INTERPRETER}::test_tokens_on_several_processes",
+)
 add("fewer keys are sent than may be chosen", "n = min(n_fac, rows)", "n = min(n_fac // 2 + 1, rows)")
 add("bounds are those of all tokens", "return mask, bounds - first", "return mask, bounds")
 add("the mask is the first process's", "mask[..., first : first + rows]", "mask[..., :rows]")
