@@ -205,3 +205,14 @@ def test_arguments_are_refused_as_by_the_reference(changed, monkeypatch):
     with pytest.raises(ValueError) as there:
         expected(case)
     assert str(here.value) == str(there.value)
+
+
+def test_candidates_are_in_order_of_position():
+    case = make_case("fp32", L=60, n_fac=20)
+    data, meta, dims, _, spread = case.cache
+    how = {name: case.how[name] for name in ("n_fac", "n_sink", "n_recent", "scale", "softcap", "fmt", "reduction")}
+    bounds = torch.tensor([[0, 60]], dtype=torch.int32)
+    of = (case.q, case.k, data, meta, dims, spread, case.norm, None, bounds)
+    listed, tokens = sharded_decode.candidates(*of, rows=60, **how)
+    assert (tokens[..., :20].diff() > 0).all()
+    assert (listed[..., :20] > -torch.inf).all() and (listed[..., 20:] == -torch.inf).all()

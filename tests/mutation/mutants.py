@@ -856,7 +856,7 @@ add(
     "lists are in order of keys",
     ".sort(-1).values  # [B, Hkv, n], in order of position",
     "",
-    f"{INTERPRETER}::test_tokens_on_several_processes",
+    f"{SHARDED}::test_candidates_are_in_order_of_position",
 )
 add("fewer keys are sent than may be chosen", "n = min(n_fac, rows)", "n = min(n_fac // 2 + 1, rows)")
 add("bounds are those of all tokens", "return mask, bounds - first", "return mask, bounds")
