@@ -164,7 +164,7 @@ class Repeats:
         """
         if n.op not in ("call_function", "call_method") or n in self._writers:
             return None
-        if isinstance(n.target, torch._ops.HigherOrderOperator):
+        if isinstance(n.target, torch._ops.HigherOrderOperator) or n.target is torch._C._log_api_usage_once:
             return None
         inputs: dict[fx.Node, Value] = {}
         places: dict[fx.Node, int] = {}

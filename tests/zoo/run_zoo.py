@@ -427,7 +427,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="architectures (default: all)")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=240, help="seconds for one architecture")
+    parser.add_argument("--limit", type=float, default=480, help="seconds for one architecture")
     parser.add_argument("--resume", action="store_true", help="keep what passed according to --out, and run the rest")
     parser.add_argument(
         "--for", type=float, default=float("inf"), dest="seconds", help="seconds after which none is begun"
