@@ -99,6 +99,9 @@ class Repeats:
         result = self._kept(n, trace(), at)
         if call is not None:
             self._learn(call, read, result, last)
+        if n.op.startswith("call") and n.target is not torch._C._log_api_usage_once:
+            if not any(isinstance(x, (Value, FunctionalTensor, *_NUMBERS)) for x in pytree.tree_leaves(result)):
+                self._traced.clear()  # it may change a state that other calls depend on: autocast, say
         return result
 
     def holds(self) -> bool:
@@ -210,8 +213,6 @@ class Repeats:
         """
         leaves, tree = pytree.tree_flatten(result)
         if not all(isinstance(leaf, Value) for leaf in leaves):
-            if not any(isinstance(leaf, (FunctionalTensor, *_NUMBERS)) for leaf in leaves):
-                self._traced.clear()  # it changes a state that others depend on: autocast, say
             return
         if any(free_unbacked_symbols(self._like[leaf.kind]) for leaf in leaves):
             return  # sizes that depend on values
