@@ -99,9 +99,8 @@ class Repeats:
         result = self._kept(n, trace(), at)
         if call is not None:
             self._learn(call, read, result, last)
-        if n.op.startswith("call") and n.target is not torch._C._log_api_usage_once:
-            if not any(isinstance(x, (Value, FunctionalTensor, *_NUMBERS)) for x in pytree.tree_leaves(result)):
-                self._traced.clear()  # it may change a state that other calls depend on: autocast, say
+        if n.op.startswith("call") and n.target is not torch._C._log_api_usage_once and not _says(result):
+            self._traced.clear()  # it may change a state that other calls depend on: autocast, say
         return result
 
     def holds(self) -> bool:
@@ -238,6 +237,11 @@ class Repeats:
 
 _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 _CONSTANTS = (int, bool, str, torch.dtype, torch.device, torch.memory_format, torch.layout, type(None), type(...))
+
+
+def _says(result: Any) -> bool:
+    """Whether there is a tensor or a number in what a call gave."""
+    return any(isinstance(x, (Value, FunctionalTensor, *_NUMBERS)) for x in pytree.tree_leaves(result))
 
 
 def _number(x: Any) -> tuple[Any, ...]:
