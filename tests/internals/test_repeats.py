@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections import Counter
 
 import pytest
@@ -120,17 +119,3 @@ def test_a_write_that_was_not_foreseen_has_every_call_traced():
     assert seen == [False]
     assert values(shadow) == values(each)
     assert shadow.is_written(0)
-
-
-def test_calls_under_autocast_are_calls_of_their_own():
-    def step(x, w):
-        first = x @ w
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            second = x @ w
-        return first + second + x @ w
-
-    shadow, each, _ = both(step, torch.randn(4, 4), torch.randn(4, 4))
-    assert values(shadow) == values(each)
-    dtypes = [n.meta["val"].dtype for n in shadow.gm.graph.nodes if re.match("aten.(matmul|mm)", str(n.target))]
-    assert dtypes == [n.meta["val"].dtype for n in each.gm.graph.nodes if re.match("aten.(matmul|mm)", str(n.target))]
-    assert len(dtypes) == 3
