@@ -130,6 +130,7 @@ class Repeats:
             if (
                 slot is None
                 or slot.constant is not None
+                or fake.constant is not None
                 or type(fake) is not FakeTensor
                 or fake.layout != torch.strided
             ):
@@ -217,11 +218,15 @@ class Repeats:
             return  # sizes that depend on values
         given = {leaf.node for leaf in leaves}
         read = {node: i for node, i in self._read_by(call).items() if node not in given} | read
-        # A size is the same number whichever tensor it was read from, so the node that holds one serves all calls.
+        # A size is the same number whichever tensor it was read from, so the node that holds one serves all calls; what ``item`` read is not.
         todo, needed = [*given], set[fx.Node]()
         while todo:
             node = todo.pop()
-            if node not in read and node not in needed and not isinstance(node.meta.get("val"), _NUMBERS):
+            number = node.meta.get("val")
+            if isinstance(number, _NUMBERS):
+                if free_unbacked_symbols(number):
+                    return
+            elif node not in read and node not in needed:
                 needed.add(node)
                 todo.extend(node.all_input_nodes)
         nodes = []

@@ -119,3 +119,23 @@ def test_a_write_that_was_not_foreseen_has_every_call_traced():
     assert seen == [False]
     assert values(shadow) == values(each)
     assert shadow.is_written(0)
+
+
+@torch._dynamo.allow_in_graph
+def times_item(x, by):
+    return x * by.item()
+
+
+def test_a_number_read_from_a_tensor_is_that_tensors():
+    """Of two calls that are alike but for the tensor whose value they take."""
+
+    def step(x, first, second):
+        both_read = (
+            first.item() * second.item()
+        )  # before: Dynamo takes no call that is the first to read a number within
+        return times_item(x, first) + times_item(x, second) + both_read
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        shadow, _, _ = both(step, torch.randn(4), torch.tensor(2.0), torch.tensor(3.0))
+    read = {n.args[1] for n in shadow.gm.graph.nodes if n.target is torch.ops.aten.mul.Tensor}
+    assert len(read) == 2
