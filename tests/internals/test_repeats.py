@@ -121,6 +121,14 @@ def test_a_write_that_was_not_foreseen_has_every_call_traced():
     assert shadow.is_written(0)
 
 
+def test_a_tensor_given_twice_is_not_two_tensors():
+    def step(x, y):
+        return x * y + x * x + y * y
+
+    shadow, each, _ = both(step, torch.randn(4), torch.randn(4))
+    assert values(shadow) == values(each)
+
+
 @torch._dynamo.allow_in_graph
 def times_item(x, by):
     return x * by.item()

@@ -78,7 +78,6 @@ add(
     "if any(self._last_write.get(storage, -1) > at for",
     "if any(False for",
 )
-add("1 and 1.0 make the same call", "return type(x), repr(x)", "return x")
 add("tensors of a call are not told apart", "places.setdefault(x.node, len(places)), x.kind", "x.kind")
 
 add = breaks("fasa_compile/capture.py", CACHE, "internals/test_torch_facts.py")
