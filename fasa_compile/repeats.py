@@ -127,13 +127,9 @@ class Repeats:
         def value(tensor: FunctionalTensor) -> Value | FunctionalTensor:
             fake = self._plain(tensor)
             slot = self._tracer.tensor_tracker.get(fake)
-            if (
-                slot is None
-                or slot.constant is not None
-                or fake.constant is not None
-                or type(fake) is not FakeTensor
-                or fake.layout != torch.strided
-            ):
+            if slot is None or slot.constant is not None or fake.layout != torch.strided:
+                return tensor
+            if type(fake) is not FakeTensor or fake.constant is not None:
                 return tensor
             kept = Value(slot.proxy.node, self._kind(fake), tensor, fake)
             self._made.append(kept)
