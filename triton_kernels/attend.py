@@ -55,10 +55,10 @@ def _count_between(keys, lo, hi, first, stop, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def find_threshold(keys, n_fac, first, stop, BLOCK: tl.constexpr):
+def find_threshold(keys, n_fac, first, stop, BLOCK: tl.constexpr, EXACT: tl.constexpr):
     """Searches a row for ``(hi_level, lo, below)``: the top ``n_fac`` are the keys >= hi_level and, of those in
-    [lo, hi_level), the tokens before ``below``. At most n_fac / 32 more are taken where that saves steps; equal keys are told
-    apart by their index, exactly."""
+    [lo, hi_level), the tokens before ``below``. At most n_fac / 32 more are taken where that saves steps, and none if EXACT; equal
+    keys are told apart by their index, exactly."""
     INF: tl.constexpr = float("inf")
     n_hi = tl.full((), 0, tl.int32)  # forced
     n_lo = tl.full((), 0, tl.int32)  # valid
@@ -72,7 +72,9 @@ def find_threshold(keys, n_fac, first, stop, BLOCK: tl.constexpr):
         least = tl.minimum(least, tl.min(tl.where(x > -INF, x, INF), axis=0))
         most = tl.maximum(most, tl.max(tl.where(x < INF, x, -INF), axis=0))
     want = tl.minimum(n_fac, n_lo)
-    enough = want + want // 32
+    enough = want
+    if not EXACT:
+        enough += want // 32
 
     # Invariant: count(keys >= lo) = n_lo > enough, count(keys >= hi) = n_hi < want, until a level is hit or ties remain.
     hi = tl.full((), INF, tl.float32)
@@ -123,6 +125,20 @@ def find_threshold(keys, n_fac, first, stop, BLOCK: tl.constexpr):
             else:
                 below_lo = half
     return hi_level, lo, below
+
+
+@triton.jit
+def softmax_start(scale, GP: tl.constexpr, DVP: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Of an online softmax nothing yet, and what ``attend_tile`` multiplies dots with: a softcap is applied in natural units."""
+    factor = scale * 1.4426950408889634
+    if SOFTCAP:
+        factor = scale
+    return (
+        tl.full((GP,), -float("inf"), tl.float32),
+        tl.zeros((GP,), tl.float32),
+        tl.zeros((GP, DVP), tl.float32),
+        factor,
+    )
 
 
 @triton.jit
@@ -268,7 +284,7 @@ def select_tokens(
     lo = tl.full((), 0.0, tl.float32)
     below = tl.full((), 0, tl.int32)
     if by_bin == 0:
-        hi_level, lo, below = find_threshold(keys, n_fac, first, stop, 2048)
+        hi_level, lo, below = find_threshold(keys, n_fac, first, stop, 2048, False)
 
     writes_hint = split == 0
     if TOKENS > 1:
@@ -354,13 +370,7 @@ def fac_kernel(
             hint, keys, codes, bins, window, kept, kept_count, row, split, first, stop, base, share, n_fac,
             HKV, MASK_KIND, HAS_HINT, SPLITS, BLOCK_K, TOKENS,
         )  # fmt: skip
-    m_i = tl.full((GP,), -float("inf"), tl.float32)
-    l_i = tl.zeros((GP,), tl.float32)
-    acc = tl.zeros((GP, DVP), tl.float32)
-    LOG2E: tl.constexpr = 1.4426950408889634
-    factor = scale * LOG2E
-    if SOFTCAP:
-        factor = scale
+    m_i, l_i, acc, factor = softmax_start(scale, GP, DVP, SOFTCAP)
     lane = tl.arange(0, BLOCK_N)
     for n0 in range(0, mine, BLOCK_N):
         inside = n0 + lane < mine

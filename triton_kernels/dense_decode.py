@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attend import attend_tile, head_mask, load_query, merge_kernel, store_part
+from .attend import attend_tile, head_mask, load_query, merge_kernel, softmax_start, store_part
 from .launch import (
     Device,
     Mask,
@@ -64,13 +64,7 @@ def dense_kernel(
     begin = first + split * share
     end = tl.minimum(begin + share, stop)
     q1, q2 = load_query(q, b, h, stride_qb, stride_qh, stride_qd, G, GP, D, D1, D2, WIDE)
-    m_i = tl.full((GP,), -float("inf"), tl.float32)
-    l_i = tl.zeros((GP,), tl.float32)
-    acc = tl.zeros((GP, DVP), tl.float32)
-    LOG2E: tl.constexpr = 1.4426950408889634
-    factor = scale * LOG2E
-    if SOFTCAP:
-        factor = scale
+    m_i, l_i, acc, factor = softmax_start(scale, GP, DVP, SOFTCAP)
     lane = tl.arange(0, BLOCK_N)
     for n0 in range(begin, end, BLOCK_N):
         inside = n0 + lane < end

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attend import attend_tile, head_mask, load_query, select_tokens, store_part
+from .attend import attend_tile, head_mask, load_query, select_tokens, softmax_start, store_part
 from .launch import admit_successor, wait_for_predecessor
 from .score import deal, row_bounds
 
@@ -127,13 +127,7 @@ def fetching_fac_kernel(
         stride_kt, stride_kd, stride_vt, stride_vd, D, DP, DV, DVP, C, CP, HAS_SLOTS, BLOCK_N,
     )  # fmt: skip
     q1, q2 = load_query(q, b, h, stride_qb, stride_qh, stride_qd, G, GP, D, D1, D2, WIDE)
-    m_i = tl.full((GP,), -float("inf"), tl.float32)
-    l_i = tl.zeros((GP,), tl.float32)
-    acc = tl.zeros((GP, DVP), tl.float32)
-    LOG2E: tl.constexpr = 1.4426950408889634
-    factor = scale * LOG2E
-    if SOFTCAP:
-        factor = scale
+    m_i, l_i, acc, factor = softmax_start(scale, GP, DVP, SOFTCAP)
     lane = tl.arange(0, BLOCK_N)
     for n0 in range(0, mine, BLOCK_N):
         inside = n0 + lane < mine

@@ -66,7 +66,7 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "shard_levels(Tensor q, Tensor k, Tensor? data, Tensor? meta, Tensor? dims, Tensor? spread, Tensor? mask, Tensor bounds, *, "
-    "int rows, int n_fac, float scale, float softcap, str fmt, int version) -> Tensor",
+    "int rows, float scale, float softcap, str fmt, int version) -> Tensor",
     tags=_ANY_STRIDES,
 )
 _LIBRARY.define(

@@ -1,8 +1,7 @@
 """The parts of a decode step between the exchanges of ``sharded_decode``, as kernels, for the tokens that one process holds.
 
 ``candidates`` scores them and lists the best in order of position; ``attend`` finds in everyone's list from which key on there are ``n_fac``
-tokens, and attends to those of its own that reach it. As on one GPU, these are the true top ``n_fac`` and, where telling them apart would
-cost steps of the search, at most a thirty-second more; equal keys are told apart by position, exactly.
+tokens, and attends to those of its own that reach it: exactly ``n_fac``, equal keys going to the lower position.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attend import attend_tile, find_threshold, head_mask, load_query, select_tokens, store_part
+from .attend import attend_tile, find_threshold, head_mask, load_query, select_tokens, softmax_start, store_part
 from .dense_decode import attend_sizes, merge, strides_of, token_width
 from .hot_slots import fac_parts
 from .launch import (
@@ -106,14 +105,8 @@ def chosen_fac_kernel(
     wait_for_predecessor(EARLY)
     listed += row * RANKS * width
     tokens += row * width
-    hi, lo, below = find_threshold(listed, n_fac, rank * 0, RANKS * width, 2048)
-    m_i = tl.full((GP,), -float("inf"), tl.float32)
-    l_i = tl.zeros((GP,), tl.float32)
-    acc = tl.zeros((GP, DVP), tl.float32)
-    LOG2E: tl.constexpr = 1.4426950408889634
-    factor = scale * LOG2E
-    if SOFTCAP:
-        factor = scale
+    hi, lo, below = find_threshold(listed, n_fac, rank * 0, RANKS * width, 2048, True)
+    m_i, l_i, acc, factor = softmax_start(scale, GP, DVP, SOFTCAP)
     lane = tl.arange(0, BLOCK_N)
     for i0 in range(split * BLOCK_N, width, SPLITS * BLOCK_N):
         i = i0 + lane
@@ -166,14 +159,13 @@ def levels(
     bounds: Tensor,
     *,
     rows: int,
-    n_fac: int,
     scale: float,
     softcap: float,
     fmt: str,
 ) -> Tensor:
     """``sharded_decode.levels`` as kernels."""
     scan = _scan(q, k, data, meta, mask, bounds, None, fmt, "softmax_sum", scale, softcap)
-    scan.prepare(n_fac, token_width(q, k, k))
+    scan.prepare(1, token_width(q, k, k))  # nothing is selected
     with on_device(q):
         scan.query(dims, spread, spread, None, None, None)
         scan.tip("stats", None, 0, 0, shard=rows)
@@ -256,7 +248,7 @@ def attend(
     scale: float,
     softcap: float,
 ) -> Tensor:
-    """``sharded_decode.attend`` as kernels, which keep up to a thirty-second more; ``listed`` must be contiguous."""
+    """``sharded_decode.attend`` as kernels; ``listed`` must be contiguous."""
     B, Hkv, width = tokens.shape
     device = device_of(q)
     m = mask_arguments(mask)

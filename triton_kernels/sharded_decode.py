@@ -85,7 +85,7 @@ def sparse_decode(
     ``k``, ``v``, ``data`` and ``meta`` are this process's, ``[B, Hkv, rows or more, *]``; ``q``, ``mask`` (broadcastable to ``[B, Hq, 1,
     ranks * rows]``), ``bounds``, the profile's constants and the options are the same everywhere. ``group``: the name of the process group
     (``ProcessGroup.group_name``). ``version``: that of the kernels (``ops.KERNEL_VERSION``), on a GPU, with ``hint`` as in ``ops``, state of
-    this process alone; None: plain torch. Kernels keep a few tokens more, as on one GPU. Raises as the reference does, and what the group
+    this process alone; None: plain torch. Raises as the reference does, and what the group
     raises when a process is lost.
     """
     check_format(fmt)
@@ -95,12 +95,10 @@ def sparse_decode(
         raise ValueError(f"expected n_sink + n_recent <= n_fac, n_fac >= 1; got {n_sink} + {n_recent}, {n_fac}")
     mask, bounds = own_mask(mask, bounds, rows, rank, ranks, q.device)
     scored = (q, k, data, meta, dims, spread)
-    common: dict[str, Any] = {"scale": scale, "softcap": softcap}
-    step: Any = _Plain
-    if version is not None:
-        step, common = torch.ops.fasa, common | {"version": version}
+    step, common = _parts(version)
+    common |= {"scale": scale, "softcap": softcap}
     if reduction == "softmax_sum":
-        own = step.shard_levels(*scored, mask, bounds, rows=rows, n_fac=n_fac, fmt=fmt, **common)
+        own = step.shard_levels(*scored, mask, bounds, rows=rows, fmt=fmt, **common)
         norm = reference.guarded_logsumexp(all_gather(own, ranks, group), 0)[0]
         reduction = "static"
     listed, tokens = step.shard_candidates(
@@ -130,11 +128,8 @@ def dense_decode(
 ) -> Tensor:
     """Exact attention of one query token to the tokens of all processes: step 3 alone. Arguments and result as ``sparse_decode``'s."""
     mask, bounds = own_mask(mask, bounds, rows, rank, ranks, q.device)
-    args = (q, k[:, :, :rows], v[:, :, :rows], mask, bounds)
-    if version is None:
-        own = dense(*args, scale=scale, softcap=softcap)
-    else:
-        own = torch.ops.fasa.shard_dense(*args, scale=scale, softcap=softcap, version=version)
+    step, common = _parts(version)
+    own = step.shard_dense(q, k[:, :, :rows], v[:, :, :rows], mask, bounds, scale=scale, softcap=softcap, **common)
     return merged(all_gather(own, ranks, group), sinks).to(q.dtype)
 
 
@@ -152,7 +147,6 @@ def levels(
     bounds: Tensor,
     *,
     rows: int,
-    n_fac: int,
     scale: float,
     softcap: float,
     fmt: str,
@@ -261,7 +255,15 @@ def dense(
 class _Plain:
     """The functions above under the names that the operators have."""
 
-    shard_levels, shard_candidates, shard_attend = (staticmethod(f) for f in (levels, candidates, attend))
+    shard_levels = staticmethod(levels)
+    shard_candidates = staticmethod(candidates)
+    shard_attend = staticmethod(attend)
+    shard_dense = staticmethod(dense)
+
+
+def _parts(version: int | None) -> tuple[Any, dict[str, Any]]:
+    """What computes a process's part, kernels of that version or plain torch, and what only it is called with."""
+    return (_Plain, {}) if version is None else (torch.ops.fasa, {"version": version})
 
 
 def _scores(

@@ -137,7 +137,7 @@ def sharded_step(case: Case, ranks: int, hints: list[Tensor] | None = None) -> t
     rows, n_fac = L // ranks, how["n_fac"]
     data, meta, dims, _, spread = case.cache
     common: dict[str, Any] = {name: how[name] for name in ("scale", "softcap")}
-    normal: dict[str, Any] = {"rows": rows, "n_fac": n_fac, "fmt": how["fmt"], **common}
+    normal: dict[str, Any] = {"rows": rows, "fmt": how["fmt"], **common}
 
     def part(x: Tensor, rank: int) -> Tensor:
         own = x[:, :, rank * rows : (rank + 1) * rows]
@@ -158,7 +158,7 @@ def sharded_step(case: Case, ranks: int, hints: list[Tensor] | None = None) -> t
     found = []
     for r in range(ranks):
         hint = None if hints is None else hints[r]
-        select = {"n_sink": how["n_sink"], "n_recent": how["n_recent"], "reduction": reduction}
+        select = {"n_fac": n_fac, "n_sink": how["n_sink"], "n_recent": how["n_recent"], "reduction": reduction}
         step: Any = (*scored[r], norm, *limits[r], hint, how["slopes"])
         found.append(shard.candidates(*step, **select | normal))
     everyones = torch.cat([listed for listed, _ in found], -1)

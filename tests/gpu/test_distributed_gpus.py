@@ -64,7 +64,7 @@ def test_heads_that_would_run_different_things(heads: Found) -> None:
 
 @pytest.mark.timeout(1000)
 def test_tokens_over_two_gpus(tokens: Found) -> None:
-    """Against one process on a CPU, which selects the same tokens: of so few, kernels keep no more either."""
+    """Against one process on a CPU, which selects exactly the same tokens."""
     for found in tokens["llama"]:
         for reduction in ("affine", "softmax_sum"):
             assert set(found[reduction]["decisions"]) == {"sparse"} and found[reduction]["alike"]

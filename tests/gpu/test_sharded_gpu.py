@@ -44,9 +44,7 @@ def test_the_operators() -> None:
     hint = torch.zeros(2, 2, 2, device="cuda")
     common = {"scale": 0.1, "softcap": 0.0, "version": ops.KERNEL_VERSION}
     fasa, scored = torch.ops.fasa, (case.q, case.k, data, meta, dims, spread)
-    torch.library.opcheck(
-        fasa.shard_levels, (*scored, case.mask, bounds), {"rows": 4096, "n_fac": 256, "fmt": "int4", **common}
-    )
+    torch.library.opcheck(fasa.shard_levels, (*scored, case.mask, bounds), {"rows": 4096, "fmt": "int4", **common})
     how = {"rows": 4096, "n_fac": 256, "n_sink": 4, "n_recent": 16, "fmt": "int4", "reduction": "static", **common}
     some = (*scored, case.norm, case.mask, bounds, hint, None)
     # Candidates change their hint, and with it what the next call may list beyond the best: outputs are not compared.
