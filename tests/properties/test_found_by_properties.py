@@ -24,10 +24,11 @@ def test_a_magnitude_told_by_half_precision_tables() -> None:
     assert max(found) - min(found) > 1e-3, "the tables tell the same at each position: nothing was tested"
 
 
-@pytest.mark.parametrize("check", ["repeat", "kept state"])
-def test_two_runs_compiled_anew_begin_with_the_same_graph(check: str) -> None:
+@pytest.mark.parametrize("check", ["repeat", "kept state", "plain reference"])
+def test_the_first_graph_of_a_growing_cache_is_for_one_length(check: str) -> None:
     """A fault of the checks: Dynamo makes the first graph of a growing cache for its length alone, unless it has seen other lengths
-    before; within the budget that graph is dense. One of the two runs compared had it, the other had not."""
+    before; within the budget that graph is dense. One of two runs compared had it, the other had not; and every step was
+    expected to be sparse."""
     spec = TinySpec(rope="half-split", cache="concatenated", attention="repeated", Hkv=1, G=1, layers=1, table=False)
     one = Subject(lambda: Tiny(spec), TinyDriver(spec))
     trial = Trial(kind="dynamic", prompt=2, steps=3, n_fac=3, n_sink=0, n_recent=0, fc_format="fp32")
