@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fasa_compile.calibration import calibrate
     from fasa_compile.generation import generate
     from fasa_compile.offload import offloaded_cache, staged
+    from fasa_compile.placement import traceable_device_map
     from fasa_compile.profiles.files import load_profile
     from fasa_compile.profiles.schema import FCProfile
     from fasa_compile.report import Report
@@ -39,6 +40,7 @@ _LAZY = {
     "generate": "fasa_compile.generation",
     "offloaded_cache": "fasa_compile.offload",
     "staged": "fasa_compile.offload",
+    "traceable_device_map": "fasa_compile.placement",
     "FasaStaticCache": "fasa_compile.static_cache",
     "FCProfile": "fasa_compile.profiles.schema",
     "load_profile": "fasa_compile.profiles.files",
@@ -71,6 +73,7 @@ __all__ = [
     "reset_stats",
     "staged",
     "stats",
+    "traceable_device_map",
 ]
 
 

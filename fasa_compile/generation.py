@@ -72,7 +72,8 @@ def generate(
     if not known[key].saw_decode and generation.get("max_new_tokens") != 1:
         known[key].warn(
             "generate has run, and no decode step over a cache reached the backend: Dynamo ran the model uncompiled or in parts too "
-            "small to hold one (hooks that move weights, as device_map with a disk or CPU offload has them; a graph break in a layer)"
+            "small to hold one (hooks that move weights, as device_map with a disk or CPU offload has them; those of a device_map over "
+            "several GPUs, which fasa_compile.traceable_device_map(model) replaces; a graph break in a layer)"
         )
     return output
 

@@ -582,6 +582,14 @@ def layer_of(node: fx.Node) -> str:
     if not stack:
         return ""
     path = _ROOT.sub("", str(list(stack.values())[-1][0]))
-    for old, new in (("_orig_mod", ""), ("._modules", ""), ("['", "."), ("']", ""), ("[", "."), ("]", "")):
+    for old, new in (
+        (".forward.__self__", ""),
+        ("_orig_mod", ""),
+        ("._modules", ""),
+        ("['", "."),
+        ("']", ""),
+        ("[", "."),
+        ("]", ""),
+    ):
         path = path.replace(old, new)
     return ".".join(part for part in path.split(".") if part)

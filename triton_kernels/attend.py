@@ -245,13 +245,27 @@ def store_part(
 
 
 @triton.jit
+def _threshold_bins(bins, row, n_fac, HKV: tl.constexpr, TOKENS: tl.constexpr):
+    """Of a sequence's TOKENS rows, ``row`` the last, the lowest and the highest bin that with all above it holds n_fac tokens; -1: none."""
+    TOKENS_P: tl.constexpr = triton.next_power_of_2(TOKENS)
+    back = tl.arange(0, TOKENS_P)
+    number = tl.arange(0, BINS)
+    at = (row - back * HKV)[:, None] * 2 * BINS + number[None, :]
+    reach = tl.cumsum(tl.load(bins + at, mask=back[:, None] < TOKENS, other=0), axis=1, reverse=True)
+    found = tl.max(tl.where(reach >= n_fac, number[None, :], -1), axis=1)
+    lowest = tl.min(tl.where(back < TOKENS, found, BINS), axis=0)
+    return lowest, tl.max(tl.where(back < TOKENS, found, -1), axis=0)
+
+
+@triton.jit
 def select_tokens(
     hint, keys, codes, bins, window, kept, kept_count, row, split, first, stop, base, share, n_fac,
     HKV: tl.constexpr, MASK_KIND: tl.constexpr, HAS_HINT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Writes which tokens of a program's part of the context are kept, in order, to its ``kept`` and how many to its ``kept_count``;
-    returns that. The first program of a row also writes the next window's place to ``hint``: of a sequence's query tokens, the last one's."""
+    returns that. The first program of a row also writes the next window's place to ``hint``; of a sequence's query
+    tokens the last one's, for all of them."""
     # The first codes are on their way while the bins are read. A thread has V neighbours of each tile, and counts what it keeps
     # of the tile without the others.
     LANES: tl.constexpr = 128 if BLOCK_K >= 512 else BLOCK_K // 4
@@ -295,11 +309,18 @@ def select_tokens(
         # this.)
         width = 1.0 / per_width
         inside_window = (bin >= 0) & (bin < LAST)
-        level = tl.where(inside_window, origin + (bin.to(tl.float32) + 0.5) * width, lo)
+        lowest = bin
+        moved = tl.abs(bin - BELOW)
+        if TOKENS > 1:
+            # The window holds the thresholds of all tokens of the step, from the lowest on, and as far again as it has below.
+            lowest, highest = _threshold_bins(bins, row, n_fac, HKV, TOKENS)
+            all_inside = inside_window & (lowest >= 0) & (highest < LAST)
+            moved = tl.where(all_inside, tl.maximum(tl.abs(lowest - BELOW), highest - (LAST - BELOW)), BELOW)
+            lowest = tl.where(all_inside, lowest, bin)
+        level = tl.where(inside_window, origin + (lowest.to(tl.float32) + 0.5) * width, lo)
         level = tl.where(
             (level > -1e30) & (level < 1e30) & (inside_window | (by_bin == 0)), level, origin + BELOW * width
         )
-        moved = tl.abs(bin - BELOW)
         factor = tl.where(moved < 8, 0.9, 1.0)
         factor = tl.where(cell * 80 < n_fac, tl.where(cell * 160 < n_fac, 2.0, 1.0), factor)
         factor = tl.where((moved > 20) & (cell * 24 <= n_fac), 2.0, factor)

@@ -21,8 +21,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import collectives, run
-from models import backend, cache_for, decode, difference, llama_profile, tiny_llama
-from ranks import Own, own_profile, replicated, run_own  # noqa: F401  replicated is a scenario too
+from models import cache_for, decode, difference, llama_profile, tiny_llama
+from ranks import Own, backend, own_profile, replicated, run_own  # noqa: F401  replicated is a scenario too
 
 import fasa_compile.rewrite
 import fasa_compile.sharding

@@ -154,6 +154,27 @@ def test_a_device_map(tmp_path):
     assert fasa_compile.stats()["sparse_steps"] == 7
 
 
+def test_a_device_map_over_several_devices(tmp_path):
+    """accelerate's hooks break the graph at every module; ours do as they do and are traced."""
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny_llama(layers=2)
+    with pytest.raises(fasa_compile.ModelError, match="no hf_device_map"):
+        fasa_compile.traceable_device_map(model)
+    parts = ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
+    model = accelerate.dispatch_model(model, dict.fromkeys(parts, "cpu"), force_hooks=True)
+    expected = model.generate(IDS[:1], **HOW)
+    assert fasa_compile.traceable_device_map(model) is model
+    hooks = sum(len(m._forward_pre_hooks) for m in model.modules())
+    assert hooks == 6 and fasa_compile.traceable_device_map(model) is model
+    assert sum(len(m._forward_pre_hooks) for m in model.modules()) == hooks
+    assert torch.equal(model.generate(IDS[:1], **HOW), expected)
+    assert torch.equal(ours(model, IDS[:1]), expected)
+    assert fasa_compile.stats()["sparse_steps"] == 7
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to("meta"))
+    with pytest.raises(fasa_compile.ModelError, match=r"1 weights are not on a device, among them lm_head\.weight"):
+        fasa_compile.traceable_device_map(model)
+
+
 def test_weights_that_accelerate_keeps_on_disk(tmp_path):
     """Hooks around the modules bring their weights in: Dynamo compiles the model in parts. Right, dense, and said so once."""
     pytest.importorskip("accelerate")

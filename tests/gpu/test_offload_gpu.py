@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
 from pathlib import Path
@@ -223,7 +224,8 @@ def test_nothing_is_left_of_a_hundred_caches():
                 )
             )
     assert seen[0][0] == seen[1][0] and seen[0][2:] == seen[1][2:] == (seen[0][2], seen[0][3])
-    assert abs(seen[0][1] - seen[1][1]) < 64 << 20
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # what is free on the card tells of this process only where it is alone
+        assert abs(seen[0][1] - seen[1][1]) < 64 << 20
 
 
 def test_a_card_without_room_is_refused(monkeypatch):

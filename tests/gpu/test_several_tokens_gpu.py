@@ -112,7 +112,9 @@ def test_a_model_in_steps_of_several(fc_format: str, mode: str | None) -> None:
         else:
             one = blocks(model, step, cache_for(model, "static", 512), (1,) * 32)
             # The kernel may take up to an eighth more tokens than asked for, by where its bins fall.
-            assert difference(found, one) < 0.5 * difference(found, dense)
+            apart = (found - one).abs().mean().item(), (found - dense).abs().mean().item()
+            print(f"mean difference to steps of one and to dense: {apart}")
+            assert apart[0] < 0.3 * apart[1]
 
 
 def test_k_and_v_in_host_memory() -> None:

@@ -24,6 +24,8 @@ STEPS = 8
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_a_model_on_the_second_gpu(kind, mode):  # trial L1
     """While the first one is current: the answers are right, and nothing is allocated on the first."""
+    if (kind, mode) == ("dynamic", "reduce-overhead"):
+        pytest.skip("a cache that grows is a new tensor in every step: CUDA graphs do not apply")
     assert torch.cuda.current_device() == 0
     model = tiny_llama(layers=2).to("cuda:1", torch.bfloat16)
     ids = IDS.to("cuda:1")
@@ -41,17 +43,30 @@ def test_a_model_on_the_second_gpu(kind, mode):  # trial L1
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_layers_on_two_gpus(kind):  # trial L2
-    """As accelerate's hooks have it: each layer's state lies where the layer is."""
+    """As a device map has it: each layer's state lies where the layer is."""
     accelerate = pytest.importorskip("accelerate")
-    model = tiny_llama(layers=4).to(torch.bfloat16)
+    model = tiny_llama(layers=4)
     places = {f"model.layers.{i}": i // 2 for i in range(4)}
     places |= {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
-    model = accelerate.dispatch_model(model, places)
+    model = fasa_compile.traceable_device_map(accelerate.dispatch_model(model, places))
     ids = IDS.to("cuda:0")
     dense = decode(model, model, ids, cache_for(model, kind, 256), STEPS)
-    made = fasa_backend(llama_profile(4, fc_format="int4"), check_weights=False, dense_below=0, n_fac=128)
-    found = decode(model, torch.compile(model, backend=made), ids, cache_for(model, kind, 256), STEPS)
-    assert difference(found, dense) <= 3e-2 * dense.abs().max().item()
-    rows = [row for row in made.explain().rows if row.reason != "prefill"]
-    print({(row.layer, row.decision, row.reason) for row in rows})
-    assert rows and all(row.decision == "sparse" or row.reason for row in rows)
+    torch._dynamo.reset()
+    made = fasa_backend(llama_profile(4, fc_format="int4"), check_weights=False, strict=True, dense_below=0, n_fac=107)
+    runtimes = []
+
+    def compiler(*graph):
+        runtimes.append(made(*graph))
+        return runtimes[-1]
+
+    found = decode(model, torch.compile(model, backend=compiler), ids, cache_for(model, kind, 256), STEPS)
+    assert difference(found, dense) <= 1e-3
+    steps = fasa_compile.stats()["sparse_steps"]
+    assert (
+        steps == STEPS if kind == "static" else steps >= 1
+    )  # a cache that grows is within the budget until its last step
+    if kind == "static":
+        packed = [
+            c.data.device.index for r in runtimes for k in getattr(r, "_keepers", ()) for c in k.layer.caches.values()
+        ]
+        assert sorted(packed) == [0, 0, 1, 1]

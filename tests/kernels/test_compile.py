@@ -59,6 +59,11 @@ def launches_of(
             shard.attend(q, kv, kv, some, torch.cat([listed, listed], -1), tokens, rank=1, **how)
             dense_decode.dense_decode(q, kv[:, :, 1:], kv[:, :, 1:], some, limits, scale=0.1, shard=True)
             bounds.mask_bounds(m, L)
+        if mask is not None and fmt == "int4":
+            sparse_decode.sparse_decode(
+                q.expand(-1, -1, 3, -1).contiguous(), kv, kv, data, meta, dims, centre, centre, torch.empty(Hq),
+                m.expand(-1, -1, 3, -1).contiguous(), None, slots, hint, scale=0.1, n_fac=1024, fmt=fmt,
+            )  # of three query tokens  # fmt: skip
     names = {launch.kernel.fn.__name__ for launch in launches}
     assert names >= {
         "query_kernel",

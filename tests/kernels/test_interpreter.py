@@ -135,11 +135,17 @@ def test_several_query_tokens_select_each_for_itself(options: dict[str, object])
     case = make_case(**({"S": 3} | options))  # type: ignore[arg-type]
     hint = torch.zeros(case.k.shape[0], 2, 2)
     check_step(case, hint)
-    # The next step starts from the last token's threshold, as it does after a step of that token alone.
-    last = torch.zeros_like(hint)
-    mask = case.mask if case.mask is None or case.mask.shape[2] == 1 else case.mask[:, :, -1:]
-    check_step(replace(case, q=case.q[:, :, -1:], mask=mask), last)
-    assert torch.equal(hint, last) and hint.any()
+    # The next step's window begins below the lowest threshold of this one's tokens, as steps of each alone leave them; below the last
+    # one's if some were not in the window that steps without a past have.
+    alone = torch.zeros(case.q.shape[2], *hint.shape)
+    for token in range(case.q.shape[2]):
+        mask = case.mask if case.mask is None or case.mask.shape[2] == 1 else case.mask[:, :, token : token + 1]
+        check_step(replace(case, q=case.q[:, :, token : token + 1], mask=mask), alone[token])
+    levels = alone[..., 0]
+    assert (
+        torch.equal(hint[..., 0], torch.where((levels > -64 * 0.0625).all(0), levels.amin(0), levels[-1]))
+        and hint.any()
+    )
     check_step(case, hint)
 
 
