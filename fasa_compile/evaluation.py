@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 import random
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasa_compile import charts
 from fasa_compile.backend import fasa_backend
 from fasa_compile.tasks import Task, summary
 
@@ -351,6 +353,59 @@ def answer(model: Any, tokenizer: Any, step: Step, task: Task) -> str:
             break
         said.append(int(token))
     return str(tokenizer.decode(said, skip_special_tokens=True))
+
+
+#: What the y axis of a share is marked with.
+SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+
+
+def plot(record: dict[str, Any], title: str) -> str:
+    """An SVG of a record of ``evaluate``: perplexity by text, as it is and over dense; recall by depth for each kind of fact and
+    length; scores of the tasks. Error bars, where there are several texts or tasks: one standard error of their mean.
+    """
+    found = record["perplexity"]
+    first, number = next(iter(found)), len(found[next(iter(found))]["texts"])
+    nll = {name: [text["nll"] for text in row["texts"]] for name, row in found.items()}
+    less = {name: [x - dense for x, dense in zip(row, nll[first], strict=True)] for name, row in nll.items()}
+    groups = [str(i + 1) for i in range(number)] + (["all"] if number > 1 else [])
+    over = f"stretch of the text; all: mean of {number}, ± 1 standard error" if number > 1 else "stretch of the text"
+
+    def panel(name: str, values: dict[str, list[float]], y_label: str) -> str:
+        series = {
+            path: [(math.exp(x),) * 3 for x in row] + ([_exp(_with_error(row))] if number > 1 else [])
+            for path, row in values.items()
+        }
+        return charts.dots(name, groups, series, x_label=over, y_label=y_label)
+
+    panels = [
+        panel("Perplexity", nll, "perplexity"),
+        panel(f"Perplexity over {first}, same tokens", less, f"perplexity / {first}"),
+    ]
+    fifths = [f"{20 * i}-{20 * i + 20} %" for i in range(5)]
+    for kind, label in (("passkey", "Pass keys"), ("key_value", "Key-value pairs")):
+        for length, rows in record.get(kind, {}).items():
+            series = {path: [None if x is None else (x, x, x) for x in row["by_depth"]] for path, row in rows.items()}
+            name = f"{label}, {charts.tokens(int(length))} tokens, {rows[first]['keys']} asked"
+            panels.append(
+                charts.dots(name, fifths, series, x_label="depth of the fact", y_label="digits recalled", ticks=SHARES)
+            )
+    if tasks := record.get("tasks"):
+        scores = {path: [_with_error(row["scores"])] for path, row in tasks.items()}
+        asked = f"{tasks[first]['number']} questions" + (", ± 1 standard error" if tasks[first]["number"] > 1 else "")
+        panels.append(charts.dots("Tasks", [asked], scores, x_label="", y_label="score", ticks=SHARES))
+    return charts.grid(title, panels)
+
+
+def _with_error(values: Sequence[float]) -> charts.Dot:
+    """Their mean, and it less and more one standard error (0 of a single value)."""
+    mean, error = _mean(values), 0.0
+    if len(values) > 1:
+        error = statistics.stdev(values) / math.sqrt(len(values))
+    return mean, mean - error, mean + error
+
+
+def _exp(dot: charts.Dot) -> charts.Dot:
+    return math.exp(dot[0]), math.exp(dot[1]), math.exp(dot[2])
 
 
 def _prompt(tokenizer: Any, task: Task) -> Tensor:

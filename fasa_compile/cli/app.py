@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import re
 import sys
 import warnings
@@ -147,6 +148,23 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as problem:
         raise ModelError(f"{path}: expected a text in UTF-8 ({problem})") from None
+
+
+def writes(*endings: str) -> Callable[[Path | None], Path | None]:
+    """An option's callback: a file that could not be written is refused before the work whose result it would hold."""
+
+    def check(path: Path | None) -> Path | None:
+        if path is None:
+            return None
+        if endings and path.suffix not in endings:
+            raise typer.BadParameter(f"expected a name ending in {' or '.join(endings)}, found {path.name}")
+        if not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"there is no folder {path.parent}")
+        if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+            raise typer.BadParameter(f"{path} cannot be written")
+        return path
+
+    return check
 
 
 def numbers(text: str, option: str) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ from fasa_compile.cli.app import (
     read_profile,
     short,
     stdout,
+    writes,
 )
 
 
@@ -75,9 +76,12 @@ def bench(
         bool, typer.Option("--sparse-anyway", help="Sparse below the break-even length too.")
     ] = False,
     layers: Annotated[int | None, typer.Option(help="The first layers only (of a configuration).")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the record there (JSON).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the record there (JSON).", callback=writes())] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Write a plot of the step time there (SVG), and one of the speed-up.")
+        Path | None,
+        typer.Option(
+            help="Write a plot of the step time there (SVG), and one of the speed-up.", callback=writes(".svg")
+        ),
     ] = None,
     device: DEVICE = None,
     inner: INNER = None,

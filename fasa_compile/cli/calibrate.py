@@ -25,6 +25,7 @@ from fasa_compile.cli.app import (
     read_text,
     stderr,
     stdout,
+    writes,
 )
 from fasa_compile.cli.profile import facts, profile_table
 
@@ -33,7 +34,14 @@ from fasa_compile.cli.profile import facts, profile_table
 def calibrate(
     model: MODEL,
     text: Annotated[Path, typer.Option(help="A text file; a few thousand tokens are enough.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="The profile to write, .safetensors or .json.", show_default=False)],
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="The profile to write, .safetensors or .json.",
+            show_default=False,
+            callback=writes(".safetensors", ".json"),
+        ),
+    ],
     tokens: Annotated[int, typer.Option(min=2, help="How many tokens of the text are used.")] = 4096,
     n_tip: Annotated[int | None, typer.Option(help="Dominant frequency chunks per KV head (half of them).")] = None,
     method: Annotated[str, typer.Option(help="score_variance, contextual_agreement or greedy_mass")] = "score_variance",
@@ -59,8 +67,6 @@ def calibrate(
     from fasa_compile.profiles.schema import Budget
 
     found = loading.source(model)
-    if out.suffix not in (".safetensors", ".json"):
-        raise typer.BadParameter(f"--out: expected a name ending in .safetensors or .json, found {out.name}")
     content = read_text(text)
     began = time.perf_counter()
     with busy(f"loading {escape(found.name)}"):

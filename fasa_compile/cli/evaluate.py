@@ -29,6 +29,7 @@ from fasa_compile.cli.app import (
     read_profile,
     read_text,
     stdout,
+    writes,
 )
 
 
@@ -51,7 +52,10 @@ def evaluate(
     kind: Annotated[str, typer.Option(help="What --tasks has: longbench, math500 or aime24.")] = "longbench",
     first: Annotated[int | None, typer.Option(min=1, help="Only so many of the questions.")] = None,
     n_fac: N_FAC = None,
-    out: Annotated[Path | None, typer.Option(help="Write the record there (JSON).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the record there (JSON).", callback=writes())] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write a plot of what was measured there (SVG).", callback=writes(".svg"))
+    ] = None,
     device: DEVICE = None,
     inner: INNER = None,
     any_weights: ANYWAY = False,
@@ -64,6 +68,7 @@ def evaluate(
     from fasa_compile.doctor import environment
     from fasa_compile.errors import ModelError
     from fasa_compile.evaluation import evaluate as run
+    from fasa_compile.evaluation import plot as draw
     from fasa_compile.tasks import load as load_tasks
 
     if last >= tokens - 1:
@@ -102,6 +107,10 @@ def evaluate(
     }
     if out is not None:
         out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if plot is not None:
+        measured = f"{record['model']}, {Path(profile).name}, {record['card'].split(',')[0]}"
+        title = f"{measured}; perplexity of the last {last} of {tokens} tokens"
+        plot.write_text(draw(record, title), encoding="utf-8")
     if as_json:
         print_json(record)
         return

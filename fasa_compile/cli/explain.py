@@ -32,6 +32,7 @@ from fasa_compile.cli.app import (
     read_profile,
     short,
     stdout,
+    writes,
 )
 from fasa_compile.errors import FasaWarning
 from fasa_compile.report_html import size
@@ -106,7 +107,9 @@ def explain(
     cache: Annotated[str, typer.Option(help="static or dynamic")] = "static",
     layers: Annotated[int | None, typer.Option(help="Look at the first layers only.")] = None,
     card: Annotated[str | None, typer.Option(help="Part of a card's name, for expected times.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write the report there, as one HTML file.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write the report there, as one HTML file.", callback=writes())
+    ] = None,
     as_json: JSON = False,
 ) -> None:
     """Which attentions would decode sparsely, which not and why. Reads the configuration only: no weights, no GPU."""

@@ -26,6 +26,7 @@ from fasa_compile.cli.app import (
     print_json,
     read_profile,
     stdout,
+    writes,
 )
 from fasa_compile.cli.generate import statistics, statistics_line
 
@@ -33,7 +34,7 @@ from fasa_compile.cli.generate import statistics, statistics_line
 @command(app, "report")
 def report(
     model: MODEL,
-    out: Annotated[Path, typer.Option(help="The HTML file to write.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="The HTML file to write.", show_default=False, callback=writes())],
     prompt: Annotated[str, typer.Option(help="What to continue or answer.")] = "",
     file: Annotated[Path | None, typer.Option(help="A text that stands before the prompt.")] = None,
     profile: PROFILE = None,

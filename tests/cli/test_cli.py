@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from fasa_compile import loading
 from fasa_compile.cli import app
 from fasa_compile.cli.app import numbers
 from fasa_compile.cli.explain import _folded, _ranges
+from fasa_compile.evaluation import plot
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -369,35 +372,98 @@ def test_report_is_one_file_of_a_run(home, tmp_path):
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "") and "<script" not in text
 
 
+def panels(svg: str) -> dict[str, dict[str, tuple[float, list[float]]]]:
+    """Of each picture in a grid, by title: of each dot, by its name, the number it stands at, and those where its bar ends.
+
+    Read off the y axis: none of it is from what the picture says about itself, but for the names.
+    """
+    found: dict[str, dict[str, tuple[float, list[float]]]] = {}
+    for panel in ElementTree.fromstring(svg).findall("{*}svg"):
+        texts = panel.findall("{*}text")
+        ticks = [(float(t.get("y", "")) - 4, float(t.text or "")) for t in texts if t.get("text-anchor") == "end"]
+        (y0, low), (y1, high) = ticks[0], ticks[-1]
+        bars = [re.match(r"M([\d.]+),([\d.]+)V([\d.]+)", path.get("d", "")) for path in panel.findall("{*}path")]
+
+        def at(y: str, y0: float = y0, y1: float = y1, low: float = low, high: float = high) -> float:
+            return low + (float(y) - y0) * (high - low) / (y1 - y0)
+
+        rows = found[texts[0].text or ""] = {}
+        for dot in panel.findall("{*}circle"):
+            name = (dot.findtext("{*}title") or "").rsplit(":")[0]
+            rows[name] = (
+                at(dot.get("cy", "")),
+                [at(y) for b in bars if b and b[1] == dot.get("cx") for y in b.groups()[1:]],
+            )
+    return found
+
+
 def test_eval_compares_with_dense(home, tmp_path):
-    record = tmp_path / "eval.json"
-    given = (
-        "eval",
-        home.model,
-        "--text",
-        home.text,
-        "-p",
-        home.profile,
-        "--tokens",
-        200,
-        "--last",
-        6,
-        "--inner",
-        "eager",
-    )
+    record, picture = tmp_path / "eval.json", tmp_path / "eval.svg"
+    given = ("eval", home.model, "--text", home.text, "-p", home.profile, "--tokens", 200, "--inner", "eager")
     questions = tmp_path / "questions.jsonl"
     questions.write_text(
         '{"input": "Who jumps?", "context": "The fox jumps.", "answers": ["the fox"]}\n{"input": "Who?"}\n'
     )
-    run(*given, "--tasks", questions, code=2)  # its second line is no question
-    run(*given, "--tasks", questions, "--kind", "riddles", code=2)
+    short = (*given, "--last", 6)
+    run(*short, "--tasks", questions, code=2)  # its second line is no question
+    run(*short, "--tasks", questions, "--kind", "riddles", code=2)
     questions.write_text(questions.read_text().splitlines()[0])
-    done = run(*given, "--n-fac", 24, "--out", record, "--tasks", questions)
+    done = run(*short, "--n-fac", 24, "--stretches", 2, "--tasks", questions, "--out", record, "--plot", picture)
     found = json.loads(record.read_text())
     assert [found["tasks"][path]["number"] for path in ("dense", "sparse")] == [1, 1]
     assert "longbench, 1 questions, sparse: " in done.out
     rows = found["perplexity"]
     assert rows["dense"]["kl_to_dense"] == 0 and rows["sparse"]["kl_to_dense"] > 0
     assert f"{rows['sparse']['perplexity_ratio']:.4f}" in done.out
-    run(*given[:-4], "--last", 300, code=2)
-    run(*given, "--keys", 1, "--lengths", "1k", code=2)  # longer than the text's 200 tokens
+    run(*given, "--last", 300, code=2)
+    run(*short, "--keys", 1, "--lengths", "1k", code=2)  # longer than the text's 200 tokens
+
+    drawn = panels(picture.read_text(encoding="utf-8"))
+    assert list(drawn) == ["Perplexity", "Perplexity over dense, same tokens", "Tasks"]
+    for path in ("dense", "sparse"):
+        for i, text in enumerate(rows[path]["texts"]):
+            assert drawn["Perplexity"][f"{path}, {i + 1}"][0] == pytest.approx(text["perplexity"], rel=1e-3)
+        over = drawn["Perplexity over dense, same tokens"][f"{path}, all"]
+        assert over[0] == pytest.approx(rows[path]["perplexity_ratio"], rel=1e-3)
+        # Of two differences the standard error is half of what they are apart.
+        a, b = (x["nll"] - y["nll"] for x, y in zip(rows[path]["texts"], rows["dense"]["texts"], strict=True))
+        ends = [rows[path]["perplexity_ratio"] * math.exp(sign * abs(a - b) / 2) for sign in (-1, 1)]
+        assert over[1] == ([] if path == "dense" else pytest.approx(ends, rel=1e-3))
+        assert drawn["Tasks"][f"{path}, 1 questions"][0] == pytest.approx(found["tasks"][path]["mean"], abs=1e-3)
+
+
+def test_what_eval_recalls_is_drawn_by_depth():
+    """A record as ``evaluate`` gives it: one text, two lengths; of the first no fact lies in the second fifth."""
+    rows = {"dense": [1.0, None, 0.5, 0.75, 1.0], "sparse": [0.8, None, 0.5, 0.25, 0.0]}
+    recall = {path: {"by_depth": depths, "keys": 4} for path, depths in rows.items()}
+    text = {"texts": [{"nll": 2.0}]}
+    record = {"perplexity": {"dense": text, "sparse": text}, "passkey": {"200": recall}, "key_value": {"4096": recall}}
+    drawn = panels(plot(record, "a title"))
+    assert drawn["Perplexity"] == {f"{path}, 1": (pytest.approx(math.exp(2), rel=1e-3), []) for path in rows}
+    for title in ("Pass keys, 200 tokens, 4 asked", "Key-value pairs, 4k tokens, 4 asked"):
+        seen = {
+            f"{path}, {20 * i}-{20 * i + 20} %": (pytest.approx(x, abs=1e-3), [])
+            for path, depths in rows.items()
+            for i, x in enumerate(depths)
+            if x is not None
+        }
+        assert drawn[title] == seen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("eval", "--plot", "x.png"), "expected a name ending in .svg, found x.png"),
+        (("bench", "--plot", "no folder/x.svg"), "there is no folder no folder"),
+        (("eval", "--out", "{base}"), "cannot be written"),
+        (("explain", "--html", "{base}/text.txt/x"), "there is no folder"),
+        (("calibrate", "--out", "x.bin"), "expected a name ending in .safetensors or .json, found x.bin"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_first(home, arguments, message):
+    """Before the model is looked for: the one named here is not there, which would be exit code 1."""
+    command, *options = (a.format(base=home.base) for a in arguments)
+    needed = ("--text", home.text) if command in ("eval", "calibrate") else ()
+    needed += ("-p", home.profile) if command == "eval" else ()
+    done = run(command, "nowhere", *needed, *options, code=2)
+    assert message in re.sub(r"[\s│]+", " ", done.err)
