@@ -10,6 +10,7 @@ traced: ``Repeats.holds`` says no where a tensor was written that was taken for 
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,12 +78,13 @@ class Repeats:
         """``writers`` are the Dynamo nodes that may write, each with its number in the program; ``plain`` gives what a functional
         tensor wraps, brought up to date.
 
-        Methods are taken to write the tensor that they belong to, and functions any of their arguments.
+        Methods and Python's own operators are taken to write the tensor that they belong to, other functions any of their arguments.
         """
         self._tracer, self._fake_mode, self._writers, self._plain = tracer, fake_mode, writers, plain
         self._last_write: dict[int, int] = {}  # by storage
         for node, point in writers.items():
-            for argument in node.all_input_nodes[: 1 if node.op == "call_method" else None]:
+            own = node.op == "call_method" or getattr(node.target, "__module__", "") == operator.setitem.__module__
+            for argument in node.all_input_nodes[: 1 if own else None]:
                 self._last_write.update(dict.fromkeys(_storages(argument), point))
         self._kinds: dict[tuple[Any, ...], int] = {}
         self._like: list[torch.Tensor] = []  # a fake tensor of each kind
@@ -99,7 +101,7 @@ class Repeats:
         result = self._kept(n, trace(), at)
         if call is not None:
             self._learn(call, read, result, last)
-        if n.op.startswith("call") and n.target is not torch._C._log_api_usage_once and not _says(result):
+        if n.op.startswith("call") and n.target not in _NO_STATE and not _says(result):
             self._traced.clear()  # it may change a state that other calls depend on: autocast, say
         return result
 
@@ -238,6 +240,10 @@ class Repeats:
 
 _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 _CONSTANTS = (int, bool, str, torch.dtype, torch.device, torch.memory_format, torch.layout, type(None), type(...))
+
+
+#: Calls that give nothing and yet leave no state behind that other calls depend on: what they write is a tensor's.
+_NO_STATE = {operator.setitem, "__setitem__", torch._C._log_api_usage_once}
 
 
 def _says(result: Any) -> bool:

@@ -59,7 +59,7 @@ def values(shadow):
 
 
 class Layer(torch.nn.Module):
-    """Attention over a cache, split in heads, with a rotation and with numbers that only their types tell apart."""
+    """Attention over a cache, split in heads, with a rotation, an assignment, and numbers that only their types tell apart."""
 
     def __init__(self):
         super().__init__()
@@ -71,6 +71,9 @@ class Layer(torch.nn.Module):
         cache[0].index_copy_(2, pos, k)
         cache[1].index_copy_(2, pos, v)
         y = F.scaled_dot_product_attention(q, *cache)
+        kept = torch.zeros_like(y)
+        kept[..., 1:] = y[..., 1:]
+        y = y + kept
         steps = pos * 1 + (pos * 1.0).long()
         return x + y.transpose(1, 2).reshape(x.shape) * steps
 
@@ -98,7 +101,8 @@ def test_layers_that_repeat_are_traced_once(dynamic):
     assert values(shadow) == values(each)
     written = sum(node.op.startswith("call") and node.target == "index_copy_" for node in shadow.dynamo.graph.nodes)
     assert written == 10
-    assert five - two == 3 * 2, "a further layer costs its two writes, and no other call is traced again"
+    # Zeros that are assigned to and the assignment are traced each time, and so are the two writes to the cache.
+    assert five - two == 3 * 4, "a further layer costs its writes, and no other call is traced again"
 
 
 def test_a_write_that_was_not_foreseen_has_every_call_traced():

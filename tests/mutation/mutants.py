@@ -78,6 +78,8 @@ add(
     "if any(self._last_write.get(storage, -1) > at for",
     "if any(False for",
 )
+add("an assignment is taken for a change of state", "_NO_STATE = {operator.setitem,", "_NO_STATE = {")
+add("what is assigned is taken for written", "node.all_input_nodes[: 1 if own else None]:", "node.all_input_nodes:")
 add("tensors of a call are not told apart", "places.setdefault(x.node, len(places)), x.kind", "x.kind")
 
 add = breaks("fasa_compile/capture.py", CACHE, "internals/test_torch_facts.py")
