@@ -72,6 +72,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(_inductor_problem())
 
 
+def pytest_sessionfinish() -> None:
+    """Under `make coverage`, what was measured is saved at once: pytest-xdist kills a worker that takes more than 10 seconds to exit,
+    and coverage saves at the end of that."""
+    if "coverage" in sys.modules and (measuring := sys.modules["coverage"].Coverage.current()) is not None:
+        measuring.save()
+
+
 @pytest.fixture(autouse=True)
 def isolation() -> Iterator[None]:
     """Seeds before each test; compiled graphs, counters and grad mode of one test are gone before the next."""
