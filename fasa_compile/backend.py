@@ -37,6 +37,7 @@ from fasa_compile.dump import dump, graph_text, trace
 from fasa_compile.errors import FasaError, FasaWarning, NoSitesError, ProfileError
 from fasa_compile.fallback import Fallback, inputs_to_save
 from fasa_compile.fingerprint import same_weights, weights_fingerprint, weights_stamp
+from fasa_compile.local_weights import local_weights
 from fasa_compile.match import match
 from fasa_compile.offload import check_device, rows_of
 from fasa_compile.patterns import attention
@@ -77,7 +78,7 @@ def _inner_compiler(inner: Inner, mode: str | None, options: dict[str, Any] | No
             compiled: Any = compile_fx(gm, example_inputs, config_patches=patches or None)
             return compiled
 
-        return inductor
+        return local_weights(inductor)
     given = {name: value for name, value in (("mode", mode), ("options", options)) if value}
     takes: Mapping[str, inspect.Parameter]
     try:

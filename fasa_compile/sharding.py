@@ -45,7 +45,7 @@ class Disagreement(FasaError):
     """A process of a group is about to run something else than the others, or has not come."""
 
 
-def _is_dtensor(value: Any) -> bool:
+def is_dtensor(value: Any) -> bool:
     if not dist.is_available():
         return False
     from torch.distributed.tensor import DTensor
@@ -55,7 +55,7 @@ def _is_dtensor(value: Any) -> bool:
 
 def communicates(shadow: Shadow) -> bool:
     """Whether running the graph takes other processes: it is sharded, or has collectives of its own."""
-    return any(map(_is_dtensor, shadow.example_inputs)) or any(
+    return any(map(is_dtensor, shadow.example_inputs)) or any(
         "c10d" in str(n.target) or "gather_sequence" in str(n.target) for n in shadow.gm.graph.nodes
     )
 
@@ -67,7 +67,7 @@ def _weight_below(node: fx.Node, examples: Mapping[fx.Node, Any]) -> Any:
             return None
         node = node.all_input_nodes[0]
     value = examples.get(node)
-    return value if _is_dtensor(value) else None
+    return value if is_dtensor(value) else None
 
 
 def _rows_shared(weight: Any) -> Share | None:
@@ -87,7 +87,7 @@ def _rows_shared(weight: Any) -> Share | None:
 def shares_of(sites: Iterable[AttentionSite | NoMatch], shadow: Shadow) -> dict[int, Share]:
     """The part of each attention's heads that this process has, by the site's index, read off the weights that its operands were
     projected with. Left out where these are no DTensors sharded by rows, or do not agree."""
-    if not any(map(_is_dtensor, shadow.example_inputs)):
+    if not any(map(is_dtensor, shadow.example_inputs)):
         return {}
     examples = dict(zip(shadow.dynamo.graph.find_nodes(op="placeholder"), shadow.example_inputs, strict=True))
     outputs = {node.name: node for node in shadow.dynamo.graph.nodes}
