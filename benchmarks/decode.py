@@ -15,7 +15,8 @@ A case is a process; its variants run one after the other on one model and one c
 compilation only: whoever executes on the GPU holds a lock. The profile's FCs are drawn at random: on random keys every choice is
 alike, and the time does not depend on it.
 
-Of each variant: median, fastest and slowest step; seconds until four steps had run; seconds of these in this package's passes;
+Of each variant: median, fastest and slowest step, each waited for; the mean of steps that are not waited for; microseconds from a
+call until it returns; seconds until four steps had run; seconds of these in this package's passes;
 microseconds of Python a step in this package's wrapper (beyond the call of what it wraps); bytes of the packed caches, and of those
 what the cost model had predicted.
 """
@@ -212,7 +213,7 @@ def measure(model: Any, name: str, cache: Any, batch: int, length: int, n_fac: i
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     model.set_attn_implementation("bench_grouped" if name == "flash" else "sdpa")
-    room, layers = STEPS + 8, model.config.num_hidden_layers
+    room, layers = STEPS + 16, model.config.num_hidden_layers
     rewind(cache, length - room)
     backend = Backend(name, n_fac, layers, turn)
     compiled = torch.compile(model, backend=backend, mode="reduce-overhead", dynamic=False)
@@ -237,11 +238,29 @@ def measure(model: Any, name: str, cache: Any, batch: int, length: int, n_fac: i
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end))
+    # Steps of a loop that never waits: what the CPU does for the next one goes beside the GPU's work.
+    rewind(cache, length - room)
+    alone = []
+    for _ in range(12):
+        torch.cuda.synchronize()
+        came = time.perf_counter()
+        step()
+        alone.append(time.perf_counter() - came)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for i in range(STEPS - 8):
+        if i == 8:
+            begin.record()
+        step()
+    end.record()
+    end.synchronize()
+    ahead = begin.elapsed_time(end) / (STEPS - 16)
     stats = fasa_compile.stats()
     row: dict[str, Any] = {
         "ms_per_step": statistics.median(times),
         "fastest": min(times),
         "slowest": max(times),
+        "ms_per_step_without_waiting": ahead,
+        "us_of_cpu_per_step": 1e6 * statistics.median(alone),
         "seconds_first_step": first,
         "seconds_to_warm": warm,
         "cudagraph_skips": torch._dynamo.utils.counters["inductor"]["cudagraph_skips"],
@@ -280,7 +299,7 @@ def run_case(case: str, n_fac: int, layers: int, lock: str, out: Path) -> None:
     turn = Turn(lock)
     turn.take()
     model = build(layers)
-    cache = full_cache(model, batch, length, STEPS + 8)
+    cache = full_cache(model, batch, length, STEPS + 16)
     rows: dict[str, Any] = {}
     for name in variants.split(","):
         turn.take()

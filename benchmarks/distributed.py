@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import math
 import statistics
@@ -57,6 +58,7 @@ class Sizes:
     n_fac: int
     steps: int
     geometry: dict[str, Any]
+    one_shot: bool = False  # small all-reduces by reading the other GPUs' memory, where PyTorch has that
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -177,11 +179,11 @@ def filled(model: Any, sizes: Sizes, device: torch.device, share: slice) -> Any:
 @torch.no_grad()
 def step_time(
     model: Any, kind: str, sizes: Sizes, device: torch.device, share: slice, group: Any
-) -> tuple[float, Tensor, list[str]]:
-    """Microseconds of a step, its first logits, and what became of the attention sites."""
+) -> tuple[dict[str, float], Tensor, list[str]]:
+    """Microseconds of a step that is waited for, and of one that is not; its first logits; what became of the attention sites."""
     torch._dynamo.reset()
     model.set_attn_implementation("bench_grouped" if kind == "flash" else "sdpa")
-    cache, room = filled(model, sizes, device, share), sizes.steps + 8
+    cache, room = filled(model, sizes, device, share), max(sizes.steps, 64) + 8
     rewind(cache, sizes.length - room)
     inner = "inductor" if device.type == "cuda" else "eager"
     made = None
@@ -194,11 +196,34 @@ def step_time(
     if device.type == "cuda":  # CUDA graphs, and no guards on the weights: on DTensors these are slow Python
         skip = torch.compiler.skip_guard_on_inbuilt_nn_modules_unsafe
         how["options"] = {"triton.cudagraphs": True, "guard_filter_fn": skip}
+        if sizes.one_shot:
+            how["options"]["_collective.auto_select"] = True
     compiled = torch.compile(model, backend=made or flash_compiler, dynamic=False, **how)
     token = torch.zeros((sizes.batch, 1), dtype=torch.long, device=device)
     first = compiled(input_ids=token, past_key_values=cache).logits[:, -1].float().clone()
-    us = timed(device, [lambda: compiled(input_ids=token, past_key_values=cache)], sizes.steps, group)
-    return us, first, [] if made is None else [row.decision for row in made.explain().rows if row.reason != "prefill"]
+
+    def step() -> None:
+        compiled(input_ids=token, past_key_values=cache)
+
+    us = timed(device, [step], sizes.steps, group)
+    rewind(cache, sizes.length - room)
+    ahead = timed(device, [lambda: [step() for _ in range(8)]], 5, group) / 8
+    return (
+        {"us": us, "us without waiting": ahead},
+        first,
+        [] if made is None else [row.decision for row in made.explain().rows if row.reason != "prefill"],
+    )
+
+
+@torch.no_grad()
+def dense_logits(model: Any, sizes: Sizes, device: torch.device) -> Tensor:
+    """The logits of the first step as the whole model's own attention has them, not compiled."""
+    model.set_attn_implementation("bench_grouped")
+    cache = filled(model, sizes, device, slice(None))
+    rewind(cache, sizes.length - max(sizes.steps, 64) - 8)
+    token = torch.zeros((sizes.batch, 1), dtype=torch.long, device=device)
+    logits: Tensor = model(input_ids=token, past_key_values=cache).logits[:, -1].float()
+    return logits
 
 
 def flash_compiler(gm: Any, example_inputs: Any, **how: Any) -> Any:
@@ -244,22 +269,26 @@ def heads(sizes: Sizes, device: torch.device) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     row: dict[str, Any] = {"batch": sizes.batch, "length": sizes.length, "layers": sizes.layers}
     model, alone = build(sizes, device), torch.zeros((sizes.batch, sizes.geometry["vocab_size"]), device=device)
+    dense_alone = torch.zeros_like(alone)
     if rank == 0:
-        row["one process, sparse, us"], alone, decisions = step_time(model, "sparse", sizes, device, slice(None), None)
+        times, alone, decisions = step_time(model, "sparse", sizes, device, slice(None), None)
+        row |= {f"one process, sparse, {name}": t for name, t in times.items()}
+        dense_alone = dense_logits(model, sizes, device)
         row["one process, sites"] = {d: decisions.count(d) for d in decisions}
     dist.broadcast(alone, 0)
+    dist.broadcast(dense_alone, 0)
     model = shard_heads(model, device)
     Hkv = sizes.heads[1]
     share = slice(rank * Hkv // world, (rank + 1) * Hkv // world)
     for kind in ("sparse", "flash"):
-        us, logits, decisions = step_time(model, kind, sizes, device, share, dist.group.WORLD)
-        row[f"{world} processes, {kind}, us"] = us
+        times, logits, decisions = step_time(model, kind, sizes, device, share, dist.group.WORLD)
+        row |= {f"{world} processes, {kind}, {name}": t for name, t in times.items()}
         if decisions:
             row["sites"] = {d: decisions.count(d) for d in decisions}
-        if kind == "sparse":
-            row["logits: largest difference to one process, relative"] = (
-                (logits - alone).abs().max() / alone.abs().max()
-            ).item()
+        expected = alone if kind == "sparse" else dense_alone
+        row[f"{kind} logits: largest difference to one process, relative"] = (
+            (logits - expected).abs().max() / expected.abs().max()
+        ).item()
     return row
 
 
@@ -338,6 +367,10 @@ def ratios(record: dict[str, Any], world: int) -> dict[str, float]:
     found = {
         "heads: sparse over one process's": h[f"{every}, sparse, us"] / h["one process, sparse, us"],
         "heads: sparse over dense": h[f"{every}, sparse, us"] / h[f"{every}, flash, us"],
+        "heads, without waiting: sparse over one process's": h[f"{every}, sparse, us without waiting"]
+        / h["one process, sparse, us without waiting"],
+        "heads, without waiting: sparse over dense": h[f"{every}, sparse, us without waiting"]
+        / h[f"{every}, flash, us without waiting"],
     }
     for t in record["tokens"]:
         for kind in ("sparse", "dense"):
@@ -350,6 +383,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where the record goes, in JSON")
     parser.add_argument("--layers", type=int, help="of the model (32)")
+    parser.add_argument(
+        "--one-shot",
+        action="store_true",
+        help="one-shot all-reduces (symmetric memory) in the models, dense and sparse",
+    )
     parser.add_argument("--tiny", action="store_true", help="small sizes")
     given = parser.parse_args()
     gpu = torch.cuda.is_available()
@@ -361,11 +399,17 @@ def main() -> None:
     if gpu:
         torch.cuda.set_device(device)
     world = dist.get_world_size()
+    if given.one_shot and gpu:
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        enable_symm_mem_for_group(dist.group.WORLD.group_name)
+        sizes = replace(sizes, one_shot=True)
     record: dict[str, Any] = {
         "device": f"{world} x {torch.cuda.get_device_name() if gpu else 'CPU'}",
         "torch": torch.__version__,
         "fasa_compile": fasa_compile.__version__,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "all-reduce": "one shot" if sizes.one_shot else "NCCL",
         "heads": heads(sizes, device),
         "tokens": [tokens(sizes, context, device) for context in sizes.contexts],
     }
@@ -376,6 +420,8 @@ def main() -> None:
         if given.out is not None:
             given.out.write_text(text + "\n")
     dist.barrier()
+    torch._dynamo.reset()  # NCCL waits for CUDA graphs that hold its kernels
+    gc.collect()
     dist.destroy_process_group()
 
 

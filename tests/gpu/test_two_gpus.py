@@ -59,7 +59,8 @@ def test_layers_on_two_gpus(kind):  # trial L2
         runtimes.append(made(*graph))
         return runtimes[-1]
 
-    found = decode(model, torch.compile(model, backend=compiler), ids, cache_for(model, kind, 256), STEPS)
+    cache = cache_for(model, kind, 256)
+    found = decode(model, torch.compile(model, backend=compiler), ids, cache, STEPS)
     assert difference(found, dense) <= 1e-3
     steps = fasa_compile.stats()["sparse_steps"]
     assert (
