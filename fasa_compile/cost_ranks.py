@@ -3,9 +3,10 @@
 
     python -m fasa_compile.cost_ranks
 
-The GPU's constants were measured (``cards.json``). A link's are assumed: nothing here was timed on two GPUs. P is the number of processes
-that share out the tokens. An all-gather of n bytes a process is a ring's, P - 1 rounds of n bytes; an all-reduce of n bytes a tree's,
-2 log2 P rounds of n bytes, as NCCL takes them for small sizes.
+The GPU's constants were measured (``cards.json``), and so was what an exchange between two GPUs of a host takes with the small kernels
+around it (``benchmarks/results/distributed-h200.json``); what more processes and more hosts add is assumed. P is the number of processes that share
+out the tokens. An all-gather of n bytes a process is a ring's, P - 1 rounds of n bytes; an all-reduce of n bytes a tree's, 2 log2 P
+rounds of n bytes, as NCCL takes them for small sizes.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ HISTOGRAM_BYTES = 4 * _B * _Hkv * 256  # of a threshold found by counting, for e
 
 @dataclass(frozen=True)
 class Link:
-    """How GPUs are joined: microseconds that a collective takes to begin, of a round, and per byte. Assumed values."""
+    """How GPUs are joined: microseconds that a collective takes to begin, of a round, and per byte."""
 
     name: str
     start: float
@@ -53,8 +54,9 @@ class Link:
     rate: float
 
 
-NVLINK = Link("NVLink within a host of 8", start=8.0, hop=1.5, rate=1 / 350e3)
-HOSTS = Link("400 Gb/s for each GPU between hosts", start=12.0, hop=5.0, rate=1 / 40e3)
+#: Two H200s: the two exchanges of a sparse layer take 41 us at 256k tokens and 44 at 1024k beyond what half of the tokens take.
+NVLINK = Link("NVLink within a host of 8", start=18.0, hop=1.5, rate=1 / 350e3)
+HOSTS = Link("400 Gb/s for each GPU between hosts", start=22.0, hop=5.0, rate=1 / 40e3)
 
 
 @dataclass(frozen=True)
