@@ -58,7 +58,6 @@ class Sizes:
     n_fac: int
     steps: int
     geometry: dict[str, Any]
-    one_shot: bool = False  # small all-reduces by reading the other GPUs' memory, where PyTorch has that
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -196,8 +195,6 @@ def step_time(
     if device.type == "cuda":  # CUDA graphs, and no guards on the weights: on DTensors these are slow Python
         skip = torch.compiler.skip_guard_on_inbuilt_nn_modules_unsafe
         how["options"] = {"triton.cudagraphs": True, "guard_filter_fn": skip}
-        if sizes.one_shot:
-            how["options"]["_collective.auto_select"] = True
     compiled = torch.compile(model, backend=made or flash_compiler, dynamic=False, **how)
     token = torch.zeros((sizes.batch, 1), dtype=torch.long, device=device)
     first = compiled(input_ids=token, past_key_values=cache).logits[:, -1].float().clone()
@@ -383,11 +380,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where the record goes, in JSON")
     parser.add_argument("--layers", type=int, help="of the model (32)")
-    parser.add_argument(
-        "--one-shot",
-        action="store_true",
-        help="one-shot all-reduces (symmetric memory) in the models, dense and sparse",
-    )
     parser.add_argument("--tiny", action="store_true", help="small sizes")
     given = parser.parse_args()
     gpu = torch.cuda.is_available()
@@ -399,17 +391,11 @@ def main() -> None:
     if gpu:
         torch.cuda.set_device(device)
     world = dist.get_world_size()
-    if given.one_shot and gpu:
-        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-        enable_symm_mem_for_group(dist.group.WORLD.group_name)
-        sizes = replace(sizes, one_shot=True)
     record: dict[str, Any] = {
         "device": f"{world} x {torch.cuda.get_device_name() if gpu else 'CPU'}",
         "torch": torch.__version__,
         "fasa_compile": fasa_compile.__version__,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "all-reduce": "one shot" if sizes.one_shot else "NCCL",
         "heads": heads(sizes, device),
         "tokens": [tokens(sizes, context, device) for context in sizes.contexts],
     }

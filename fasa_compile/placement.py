@@ -34,7 +34,7 @@ def traceable_device_map(model: Model) -> Model:
             f"{len(away)} weights are not on a device, among them {away[0]}: accelerate brings them in at each call, which cannot be "
             "traced. Give device_map more memory on the GPUs, or leave the model as it is (attention then stays dense)"
         )
-    if getattr(model, "_fasa_placed", False) or not any(hasattr(m, "_hf_hook") for m in model.modules()):
+    if not any(hasattr(m, "_hf_hook") for m in model.modules()):
         return model
     from accelerate.hooks import remove_hook_from_submodules
 
@@ -43,7 +43,6 @@ def traceable_device_map(model: Model) -> Model:
         device = torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
         model.get_submodule(name).register_forward_pre_hook(_Arguments(device), with_kwargs=True, prepend=True)
     model.register_forward_hook(_returned, with_kwargs=True)
-    model._fasa_placed = True  # type: ignore[assignment]
     return model
 
 
