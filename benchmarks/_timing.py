@@ -8,20 +8,27 @@ from collections.abc import Callable, Sequence
 import torch
 
 
-def graph_time(calls: Sequence[Callable[[], object]], loops: int = 1, repeats: int = 15) -> float:
-    """Microseconds per call. ``calls`` do the same work on different buffers and run in turn, ``loops`` times, in one
-    CUDA graph; the median of ``repeats`` timed replays counts. The first replays warm up and are not timed."""
+def captured(calls: Sequence[Callable[[], object]], loops: int = 1) -> torch.cuda.CUDAGraph:
+    """``calls`` one after another, ``loops`` times, as one CUDA graph. They run once before, for what a first call makes."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:
             call()
     torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog asks for events meanwhile
         for _ in range(loops):
             for call in calls:
                 call()
+    return graph
+
+
+def graph_time(calls: Sequence[Callable[[], object]], loops: int = 1, repeats: int = 15) -> float:
+    """Microseconds per call. ``calls`` do the same work on different buffers and run in turn, ``loops`` times, in one
+    CUDA graph; the median of ``repeats`` timed replays counts. The first replays warm up and are not timed."""
+    graph = captured(calls, loops)
     times = []
     for i in range(repeats + 3):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _timing import captured
 from decode import GEOMETRY, flash_attention, rewind
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -109,30 +110,15 @@ def timed(device: torch.device, calls: list[Callable[[], Any]], steps: int, grou
     return median.item()
 
 
-def in_a_graph(calls: list[Callable[[], Any]]) -> Callable[[], Any]:
-    """All ``calls`` one after another, as one CUDA graph, collectives too. Every process of a group must call it."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog asks for events meanwhile
-        for call in calls:
-            call()
-    return graph.replay
-
-
 def layer_time(
     device: torch.device, call: Callable[[Tensor], Tensor], queries: list[Tensor], steps: int, group: Any = None
 ) -> float:
-    """Microseconds of ``call`` on one of ``queries``, as ``timed``; on a GPU all queries' calls are one CUDA graph."""
+    """Microseconds of ``call`` on one of ``queries``, as ``timed``; on a GPU all queries' calls are one CUDA graph,
+    collectives too, which every process of the group captures."""
     calls = [lambda q=q: call(q) for q in queries]
     if device.type != "cuda":
         return timed(device, calls, steps, group)
-    return timed(device, [in_a_graph(calls)], steps, group) / len(calls)
+    return timed(device, [captured(calls).replay], steps, group) / len(calls)
 
 
 # --- heads --------------------------------------------------------------------------------------------------------------
