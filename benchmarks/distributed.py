@@ -386,7 +386,8 @@ def main() -> None:
         "tokens": [tokens(sizes, context, device) for context in sizes.contexts],
     }
     if dist.get_rank() == 0:
-        record["ratios"], record["asked for"] = ratios(record, world), TARGETS
+        record["ratios"] = ratios(record, world)
+        record["asked for"] = {name: target for name, target in TARGETS.items() if name in record["ratios"]}
         text = json.dumps(record, indent=1)
         print(text)
         if given.out is not None:

@@ -28,7 +28,6 @@ from models import SHARPEN, cache_for, decode, difference, half_split, llama_pro
 
 import fasa_compile.sharding
 from fasa_compile import SequenceShard
-from fasa_compile.local_weights import local_weights
 
 RANK, WORLD, DEVICE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ.get("FASA_TEST_DEVICE", "cpu")
 IDS = torch.randint(0, 512, (2, 90), generator=torch.Generator().manual_seed(1))
@@ -186,30 +185,6 @@ def own(folder: Path, kv_whole: bool = False) -> dict[str, Any]:
     layers = own_profile().layers
     unsliced = {"whole_fcs": [p.fcs.tolist() for p in layers], "whole_norm": [p.norm.tolist() for p in layers]}
     return told(made, expected, run_own(parallel, made)) | unsliced
-
-
-def weights(folder: Path) -> dict[str, Any]:
-    """Sharded weights enter compiled graphs as plain tensors; where gradients are recorded as they are."""
-    from torch._dynamo.backends.debugging import aot_eager
-
-    seen: list[list[str]] = []
-
-    def compiler(gm: Any, examples: Any) -> Callable[..., Any]:
-        seen.append([type(x).__name__ for x in examples])
-        return aot_eager(gm, examples)
-
-    whole, parallel = Own().to(DEVICE).eval(), Own().to(DEVICE).eval()
-    plan = {f"blocks.*.{name}": ColwiseParallel() for name in "qkv"} | {"blocks.*.out": RowwiseParallel()}
-    parallelize_module(parallel, init_device_mesh(DEVICE, (WORLD,)), plan)
-    expected, found = run_own(whole, aot_eager), run_own(parallel, local_weights(compiler))
-    torch._dynamo.reset()
-    sharded = torch.compile(parallel.blocks[0].q, backend=local_weights(compiler))
-    sharded(torch.ones(1, 256, device=DEVICE)).sum().backward()
-    return {
-        "difference": difference(expected, found),
-        "dtensors": [names.count("DTensor") for names in seen],
-        "gradient": type(parallel.blocks[0].q.weight.grad).__name__,
-    }
 
 
 def replicated(folder: Path) -> dict[str, Any]:

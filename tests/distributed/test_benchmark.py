@@ -38,9 +38,13 @@ def test_small_sizes_on_two_processes(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     record = json.loads(out.read_text(encoding="utf-8"))
-    heads, tokens = record["heads"], record["tokens"]
+    heads = record["heads"]
     assert heads["sites"] == heads["one process, sites"] == {"sparse": 1}
-    assert heads["logits: largest difference to one process, relative"] < 1e-4
-    assert tokens["sparse: largest difference to the reference"] < 1e-4
-    assert tokens["dense: largest difference to the reference"] < 1e-4
+    for kind in ("sparse", "flash"):
+        assert heads[f"{kind} logits: largest difference to one process, relative"] < 1e-4
+    assert [row["context"] for row in record["tokens"]] == [512, 768]
+    for row in record["tokens"]:
+        assert row["sparse: largest difference to the reference"] < 1e-4
+        assert row["dense: largest difference to the reference"] < 1e-4
+    assert set(record["asked for"]) == {"heads: sparse over one process's", "heads: sparse over dense"}
     assert set(record["asked for"]) < set(record["ratios"]) and min(record["ratios"].values()) > 0

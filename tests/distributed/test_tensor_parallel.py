@@ -27,7 +27,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
         2,
         "llama",
         "own",
-        "weights",
         "other_profile",
         "other_constants",
         "failing_step",
@@ -50,14 +49,6 @@ def test_a_sparse_step_communicates_no_more_than_a_dense_one(two: Found) -> None
 
 def test_a_module_of_ones_own_sharded_by_parallelize_module(two: Found) -> None:
     check_slices(two["own"], lambda r: (slice(r, r + 1), slice(4 * r, 4 * r + 4)))
-
-
-def test_sharded_weights_enter_a_graph_as_plain_tensors(two: Found) -> None:
-    """A DTensor among the inputs of a compiled graph would be taken apart in Python in every call."""
-    for found in two["weights"]:
-        assert found["difference"] < 1e-5 and found["gradient"] == "DTensor"
-        *decoding, training = found["dtensors"]
-        assert decoding == [0] and training == 1
 
 
 @pytest.mark.parametrize(
