@@ -27,7 +27,11 @@ def sharded() -> Iterator[nn.Sequential]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8, bias=False), nn.Linear(8, 4))
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    yield parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    model = parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    with torch.no_grad():
+        for p in model.parameters():  # nothing was sent: a shard may hold anything
+            (p.to_local() if hasattr(p, "to_local") else p).normal_()
+    yield model
     torch._dynamo.reset()
     dist.destroy_process_group()
 
