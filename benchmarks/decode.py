@@ -238,7 +238,6 @@ def measure(model: Any, name: str, cache: Any, batch: int, length: int, n_fac: i
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end))
-    # Steps of a loop that never waits: what the CPU does for the next one goes beside the GPU's work.
     rewind(cache, length - room)
     alone = []
     for _ in range(12):
@@ -246,6 +245,7 @@ def measure(model: Any, name: str, cache: Any, batch: int, length: int, n_fac: i
         came = time.perf_counter()
         step()
         alone.append(time.perf_counter() - came)
+    # Steps of a loop that never waits: what the CPU does for the next one goes beside the GPU's work.
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for i in range(STEPS - 8):
         if i == 8:

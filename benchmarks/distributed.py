@@ -61,6 +61,11 @@ class Sizes:
     geometry: dict[str, Any]
 
     @property
+    def room(self) -> int:
+        """Slots at the cache's end that timed steps write."""
+        return max(self.steps, 64) + 8
+
+    @property
     def heads(self) -> tuple[int, int, int]:
         """Hq, Hkv, D."""
         hidden, heads = self.geometry["hidden_size"], self.geometry["num_attention_heads"]
@@ -168,8 +173,8 @@ def step_time(
     """Microseconds of a step that is waited for, and of one that is not; its first logits; what became of the attention sites."""
     torch._dynamo.reset()
     model.set_attn_implementation("bench_grouped" if kind == "flash" else "sdpa")
-    cache, room = filled(model, sizes, device, share), max(sizes.steps, 64) + 8
-    rewind(cache, sizes.length - room)
+    cache = filled(model, sizes, device, share)
+    rewind(cache, sizes.length - sizes.room)
     inner = "inductor" if device.type == "cuda" else "eager"
     made = None
     if kind == "sparse":
@@ -189,7 +194,7 @@ def step_time(
         compiled(input_ids=token, past_key_values=cache)
 
     us = timed(device, [step], sizes.steps, group)
-    rewind(cache, sizes.length - room)
+    rewind(cache, sizes.length - sizes.room)
     ahead = timed(device, [lambda: [step() for _ in range(8)]], 5, group) / 8
     return (
         {"us": us, "us without waiting": ahead},
@@ -203,7 +208,7 @@ def dense_logits(model: Any, sizes: Sizes, device: torch.device) -> Tensor:
     """The logits of the first step as the whole model's own attention has them, not compiled."""
     model.set_attn_implementation("bench_grouped")
     cache = filled(model, sizes, device, slice(None))
-    rewind(cache, sizes.length - max(sizes.steps, 64) - 8)
+    rewind(cache, sizes.length - sizes.room)
     token = torch.zeros((sizes.batch, 1), dtype=torch.long, device=device)
     logits: Tensor = model(input_ids=token, past_key_values=cache).logits[:, -1].float()
     return logits

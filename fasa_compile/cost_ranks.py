@@ -54,7 +54,8 @@ class Link:
     rate: float
 
 
-#: Two H200s: the two exchanges of a sparse layer take 41 us at 256k tokens and 44 at 1024k beyond what half of the tokens take.
+#: Two H200s: a sparse layer over both takes 41 us at 256k tokens and 44 at 1024k beyond the part of one card's time that half of the
+#: tokens should take by ``cost``. These are its two exchanges.
 NVLINK = Link("NVLink within a host of 8", start=18.0, hop=1.5, rate=1 / 350e3)
 HOSTS = Link("400 Gb/s for each GPU between hosts", start=22.0, hop=5.0, rate=1 / 40e3)
 

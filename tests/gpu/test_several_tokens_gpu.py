@@ -113,7 +113,6 @@ def test_a_model_in_steps_of_several(fc_format: str, mode: str | None) -> None:
             one = blocks(model, step, cache_for(model, "static", 512), (1,) * 32)
             # The kernel may take up to an eighth more tokens than asked for, by where its bins fall.
             apart = (found - one).abs().mean().item(), (found - dense).abs().mean().item()
-            print(f"mean difference to steps of one and to dense: {apart}")
             assert apart[0] < 0.3 * apart[1]
 
 

@@ -63,9 +63,8 @@ def test_layers_on_two_gpus(kind):  # trial L2
     found = decode(model, torch.compile(model, backend=compiler), ids, cache, STEPS)
     assert difference(found, dense) <= 1e-3
     steps = fasa_compile.stats()["sparse_steps"]
-    assert (
-        steps == STEPS if kind == "static" else steps >= 1
-    )  # a cache that grows is within the budget until its last step
+    # A cache that grows is within the budget until its last step.
+    assert steps == STEPS if kind == "static" else steps >= 1
     if kind == "static":
         packed = [
             c.data.device.index for r in runtimes for k in getattr(r, "_keepers", ()) for c in k.layer.caches.values()
