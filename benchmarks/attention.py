@@ -4,6 +4,7 @@
 
 Medians in CUDA graphs, buffers rotated past the L2. Three queries a buffer take turns, so that the state which predicts the
 threshold is one step old, as in generation. ``jump``: the state is wiped before every step, so that each one searches.
+FlashInfer is a baseline where it can be imported; the record has its version, or why it can't.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import _flashinfer
 import torch
 from _timing import environment, graph_time, kernel_times
 from torch import Tensor
@@ -31,6 +33,8 @@ SCALE = 1 / math.sqrt(D)
 #: name -> (format, dominant dims): a quarter of the FCs in fp8 and bf16, half of them in int4.
 CACHES = {"fp8 n_tip 16": ("fp8", 32), "int4 n_tip 32": ("int4", 64), "bf16 n_tip 16": ("bf16", 32)}
 BYTES_PER_US = 3.0e6  # what a copy reaches on an H100
+#: Dense kernels of others that this one is compared with.
+BASELINES = ("SDPA flash us", "SDPA cuDNN us", *_flashinfer.KERNELS)
 SHAPES = [(1, 8192), (1, 32768), (1, 131072), (8, 8192), (8, 32768), (32, 8192)]
 FASA = torch.ops.fasa
 
@@ -131,6 +135,14 @@ def torch_calls(sets: list[Buffers], backend: SDPBackend) -> list[Callable[[], T
     return [lambda s=s: call(s) for s in sets]
 
 
+def flashinfer_calls(sets: list[Buffers], kernel: str) -> list[Callable[[], Tensor]]:
+    """Checked before they are timed: they compute on these buffers what SDPA does."""
+    calls = _flashinfer.KERNELS[kernel]([(s.queries[0], s.k, s.v) for s in sets])
+    expected = scaled_dot_product_attention(sets[0].queries[0], sets[0].k, sets[0].v, enable_gqa=True)
+    torch.testing.assert_close(calls[0]().unsqueeze(2), expected, atol=1e-2, rtol=2e-2)
+    return calls
+
+
 def static_cache_calls(sets: list[Buffers]) -> list[Callable[[], Tensor]]:
     """What Hugging Face runs with a static cache: repeat_kv, then SDPA with a mask."""
 
@@ -156,21 +168,24 @@ def measure(B: int, L: int, flex: bool) -> dict[str, object]:
     }
     sparse: list[dict[str, object]] = row["sparse"]  # type: ignore[assignment]
 
-    def timed(name: str, calls: list[Callable[[], Tensor]]) -> None:
+    def timed(name: str, make: Callable[..., list[Callable[[], Tensor]]], *how: object) -> None:
         try:
-            row[name] = round(graph_time(calls), 1)
+            row[name] = round(graph_time(make(sets, *how)), 1)
         except RuntimeError as error:  # a backend that refuses the shape
             row[name] = f"does not run: {str(error).splitlines()[0][:80]}"
             torch.cuda.synchronize()
 
-    timed("SDPA flash us", torch_calls(sets, SDPBackend.FLASH_ATTENTION))
-    timed("SDPA cuDNN us", torch_calls(sets, SDPBackend.CUDNN_ATTENTION))
+    timed("SDPA flash us", torch_calls, SDPBackend.FLASH_ATTENTION)
+    timed("SDPA cuDNN us", torch_calls, SDPBackend.CUDNN_ATTENTION)
     if flex:
-        timed("FlexAttention us", flex_calls(sets))
-    timed("dense kernel us", dense_calls(sets))
+        timed("FlexAttention us", flex_calls)
+    if _flashinfer.available():
+        for kernel in _flashinfer.KERNELS:
+            timed(kernel, flashinfer_calls, kernel)
+    timed("dense kernel us", dense_calls)
     row["dense floor us"] = round(B * HKV * L * 4 * D / BYTES_PER_US, 1)
     if (B, L) == (1, 32768):
-        timed("HF static cache us", static_cache_calls(sets))
+        timed("HF static cache us", static_cache_calls)
     for name, (fmt, W) in CACHES.items():
         us = graph_time(sparse_calls(sets, name))
         case: dict[str, object] = {"fmt": fmt, "n_tip": W // 2, "n_fac": N_FAC, "us": round(us, 1)}
@@ -188,7 +203,8 @@ def measure(B: int, L: int, flex: bool) -> dict[str, object]:
 
 
 def draw(record: dict[str, object], file: Path) -> None:
-    """Achieved times against the floor that the bytes set, and how much faster than the best dense kernel; needs matplotlib."""
+    """Achieved times against the floor that the bytes set, and how much faster than the best of the dense baselines; needs
+    matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -202,12 +218,12 @@ def draw(record: dict[str, object], file: Path) -> None:
             if "floor us" in case:
                 name = f"sparse, {case['fmt']}, n_tip {case['n_tip']}"
                 series.setdefault(name, []).append((case["floor us"], case["us"]))
-                dense = [row[name] for name in ("SDPA flash us", "SDPA cuDNN us") if isinstance(row[name], float)]
+                dense = [row[name] for name in BASELINES if isinstance(row.get(name), float)]
                 if row["B"] in (1, 8):
                     name = f"{case['fmt']}, n_tip {case['n_tip']}, batch {row['B']}"
                     faster.setdefault(name, []).append((row["L"], min(dense) / case["us"]))
-        for name in ("SDPA flash us", "SDPA cuDNN us", "dense kernel us"):
-            if isinstance(row[name], float):
+        for name in (*BASELINES, "dense kernel us"):
+            if isinstance(row.get(name), float):
                 series.setdefault(name.removesuffix(" us"), []).append((row["dense floor us"], row[name]))
     for name, points in series.items():
         x, y = zip(*sorted(points), strict=True)
@@ -220,7 +236,7 @@ def draw(record: dict[str, object], file: Path) -> None:
     for name, points in faster.items():
         x, y = zip(*sorted(points), strict=True)
         right.plot(x, y, "o-" if name.endswith(" 1") else "s--", label=name, markersize=4, linewidth=1)
-    right.set(xscale="log", xlabel="context (tokens)", ylabel="times faster than the better of flash and cuDNN")
+    right.set(xscale="log", xlabel="context (tokens)", ylabel="times faster than the best of the dense baselines")
     right.set_xticks(ticks := [8192, 32768, 131072], [f"{n // 1024}k" for n in ticks])
     right.legend(fontsize=8)
     right.grid(alpha=0.3)
@@ -245,7 +261,7 @@ def main() -> None:
         "kv": "bfloat16",
         "unit": "microseconds",
     }
-    record = {**environment(), **geometry, "rows": []}
+    record = {**environment(), "flashinfer": _flashinfer.version(), **geometry, "rows": []}
     for B, L in [*SHAPES, (1, N_FAC), (8, N_FAC)]:
         row = measure(B, L, options.flex)
         record["rows"].append(row)  # type: ignore[attr-defined]
