@@ -285,8 +285,8 @@ def perplexity(model: Any, steps: dict[str, Step], texts: Tensor, last: int) -> 
 def retrieval(
     model: Any, tokenizer: Any, steps: dict[str, Step], texts: Tensor, keys: int, kind: str = "passkey"
 ) -> dict[str, dict[str, Any]]:
-    """Of each path: ``digits``, the share of digits recalled, ``whole_keys``, ``keys`` (questions asked: ``keys`` per text) and
-    ``by_depth``, digits by fifth of the text in which the fact lies (None where none does)."""
+    """Of each path: ``digits``, the share of digits recalled, ``whole_keys``, ``keys`` (questions asked: ``keys`` per text),
+    ``by_depth``, digits by fifth of the text in which the fact lies (None where none does), and ``keys_by_depth``."""
     shares: dict[str, list[float]] = {name: [] for name in steps}
     depths: list[float] = []
     for seed, text in enumerate(texts):
@@ -302,6 +302,7 @@ def retrieval(
             "whole_keys": _mean([float(x == 1) for x in found]),
             "keys": len(found),
             "by_depth": [_mean(x) if x else None for x in fifths],
+            "keys_by_depth": [len(x) for x in fifths],
         }
     return out
 
@@ -361,7 +362,8 @@ SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 def plot(record: dict[str, Any], title: str) -> str:
     """An SVG of a record of ``evaluate``: perplexity by text, as it is and over dense; recall by depth for each kind of fact and
-    length; scores of the tasks. Error bars, where there are several texts or tasks: one standard error of their mean.
+    length; scores of the tasks. Error bars are one standard error: of the mean over texts or tasks, where there are several, and
+    by Wilson's interval over the facts at a depth.
     """
     found = record["perplexity"]
     first, number = next(iter(found)), len(found[next(iter(found))]["texts"])
@@ -384,11 +386,16 @@ def plot(record: dict[str, Any], title: str) -> str:
     fifths = [f"{20 * i}-{20 * i + 20} %" for i in range(5)]
     for kind, label in (("passkey", "Pass keys"), ("key_value", "Key-value pairs")):
         for length, rows in record.get(kind, {}).items():
-            series = {path: [None if x is None else (x, x, x) for x in row["by_depth"]] for path, row in rows.items()}
+            series = {
+                path: [
+                    None if share is None else _share_with_error(share, number)
+                    for share, number in zip(row["by_depth"], row["keys_by_depth"], strict=True)
+                ]
+                for path, row in rows.items()
+            }
             name = f"{label}, {charts.tokens(int(length))} tokens, {rows[first]['keys']} asked"
-            panels.append(
-                charts.dots(name, fifths, series, x_label="depth of the fact", y_label="digits recalled", ticks=SHARES)
-            )
+            at = "depth of the fact, ± 1 standard error (Wilson)"
+            panels.append(charts.dots(name, fifths, series, x_label=at, y_label="digits recalled", ticks=SHARES))
     if tasks := record.get("tasks"):
         scores = {path: [_with_error(row["scores"])] for path, row in tasks.items()}
         asked = f"{tasks[first]['number']} questions" + (", ± 1 standard error" if tasks[first]["number"] > 1 else "")
@@ -402,6 +409,18 @@ def _with_error(values: Sequence[float]) -> charts.Dot:
     if len(values) > 1:
         error = statistics.stdev(values) / math.sqrt(len(values))
     return mean, mean - error, mean + error
+
+
+def _share_with_error(share: float, number: int) -> charts.Dot:
+    """A mean of ``number`` shares, and the ends of Wilson's score interval at one standard error: those x for which
+    (share - x)^2 = x (1 - x) / number. Unlike the mean's own error it stays within 0 and 1 and is no point at either.
+
+    A fact is one trial, however many digits it has: they are recalled together more often than not, and no number between 0
+    and 1 varies more than a yes or no of the same mean.
+    """
+    centre, half = share + 0.5 / number, math.sqrt(share * (1 - share) / number + 0.25 / number**2)
+    low, high = ((centre + sign * half) / (1 + 1 / number) for sign in (-1, 1))
+    return share, max(0.0, low), min(1.0, high)
 
 
 def _exp(dot: charts.Dot) -> charts.Dot:

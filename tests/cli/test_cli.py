@@ -433,21 +433,34 @@ def test_eval_compares_with_dense(home, tmp_path):
 
 
 def test_what_eval_recalls_is_drawn_by_depth():
-    """A record as ``evaluate`` gives it: one text, two lengths; of the first no fact lies in the second fifth."""
+    """A record as ``evaluate`` gives it: one text, two lengths; no fact lies in the second fifth."""
     rows = {"dense": [1.0, None, 0.5, 0.75, 1.0], "sparse": [0.8, None, 0.5, 0.25, 0.0]}
-    recall = {path: {"by_depth": depths, "keys": 4} for path, depths in rows.items()}
+    asked = [1, 0, 3, 8, 4]
+    recall = {path: {"by_depth": depths, "keys_by_depth": asked, "keys": 16} for path, depths in rows.items()}
     text = {"texts": [{"nll": 2.0}]}
     record = {"perplexity": {"dense": text, "sparse": text}, "passkey": {"200": recall}, "key_value": {"4096": recall}}
     drawn = panels(plot(record, "a title"))
     assert drawn["Perplexity"] == {f"{path}, 1": (pytest.approx(math.exp(2), rel=1e-3), []) for path in rows}
-    for title in ("Pass keys, 200 tokens, 4 asked", "Key-value pairs, 4k tokens, 4 asked"):
-        seen = {
-            f"{path}, {20 * i}-{20 * i + 20} %": (pytest.approx(x, abs=1e-3), [])
+    for title in ("Pass keys, 200 tokens, 16 asked", "Key-value pairs, 4k tokens, 16 asked"):
+        shares = {
+            f"{path}, {20 * i}-{20 * i + 20} %": pytest.approx(x, abs=1e-3)
             for path, depths in rows.items()
             for i, x in enumerate(depths)
             if x is not None
         }
-        assert drawn[title] == seen
+        assert {name: share for name, (share, _) in drawn[title].items()} == shares
+        # All of n: from n / (n + 1) to 1; none: from 0 to 1 / (n + 1); half of three: 1/4 to 3/4 (Wilson's formula by hand).
+        ends = {name: bar for name, (_, bar) in drawn[title].items()}
+        for name, low, high in (
+            ("dense, 0-20 %", 1 / 2, 1),
+            ("dense, 80-100 %", 4 / 5, 1),
+            ("sparse, 80-100 %", 0, 1 / 5),
+            ("dense, 40-60 %", 1 / 4, 3 / 4),
+        ):
+            assert ends[name] == pytest.approx([low, high], abs=1e-3)
+        # Each end is a share of which what was seen is one standard error away.
+        for end in ends["dense, 60-80 %"]:
+            assert abs(0.75 - end) == pytest.approx(math.sqrt(end * (1 - end) / 8), abs=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,9 @@ def test_evaluate_is_dense_against_the_compiled_model(model: Any) -> None:
     for kind in ("passkey", "key_value"):
         rows = found[kind]["200"]
         assert rows["dense"]["keys"] == rows["sparse"]["keys"] == 1
-        assert [x is None for x in rows["dense"]["by_depth"]] == [x is None for x in rows["sparse"]["by_depth"]]
+        for row in rows.values():
+            assert [x is not None for x in row["by_depth"]] == row["keys_by_depth"]  # one fact: 1 where it lies, else 0
+            assert sum(row["keys_by_depth"]) == 1
     assert found["tasks"]["dense"]["number"] == 1
     torch._dynamo.reset()
     said = ev.answer(model, Tokens(), step_of(model.forward), task)
