@@ -6,6 +6,7 @@
 sparse step on one GPU, and sharded by heads the sparse step and one whose attention is SDPA's flash kernel over the whole cache (the best
 that dense attention has). All compiled by Inductor, with CUDA graphs on a GPU; logits of one step are compared.
 ``tokens``: the attention of one layer over 1 x 256k and 1 x 1024k tokens: sparse and dense on one GPU, and with the tokens over all processes.
+Both with NCCL's collectives and, on GPUs, with ``peer_memory``.
 
 Times are medians of steps that all processes begin together; of the processes the slowest counts. ``tokens`` is timed inside CUDA graphs,
 a dozen queries to each, the collectives among them. ``--tiny`` runs all of it with small
@@ -39,9 +40,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fasa_compile
 from fasa_compile import SequenceShard, fasa_backend
 from fasa_compile.local_weights import local_weights
+from fasa_compile.peer_memory import with_peer_memory
 from fasa_compile.profiles import Budget, FCProfile, LayerProfile, ModelFacts, RopeFacts
 from fasa_compile.triton_kernels import ops, reference, sharded_decode
 
+PEERS = "sparse, peer memory"
 #: What is asked of two H100 of one host (ratios of times).
 TARGETS = {
     "heads: sparse over one process's": 0.70,
@@ -177,10 +180,11 @@ def step_time(
     rewind(cache, sizes.length - sizes.room)
     inner = "inductor" if device.type == "cuda" else "eager"
     made = None
-    if kind == "sparse":
+    if kind != "flash":
         profile = random_profile(sizes)
         made = fasa_backend(
-            profile, n_fac=sizes.n_fac, check_weights=False, strict=True, dense_below=0, inner=inner
+            profile, n_fac=sizes.n_fac, check_weights=False, strict=True, dense_below=0, inner=inner,
+            peer_memory=kind == PEERS,
         )  # fmt: skip
     how: dict[str, Any] = {}
     if device.type == "cuda":  # CUDA graphs, and no guards on the weights: on DTensors these are slow Python
@@ -268,12 +272,12 @@ def heads(sizes: Sizes, device: torch.device) -> dict[str, Any]:
     model = shard_heads(model, device)
     Hkv = sizes.heads[1]
     share = slice(rank * Hkv // world, (rank + 1) * Hkv // world)
-    for kind in ("sparse", "flash"):
+    for kind in ("sparse", "flash", *([PEERS] if device.type == "cuda" else [])):
         times, logits, decisions = step_time(model, kind, sizes, device, share, dist.group.WORLD)
         row |= {f"{world} processes, {kind}, {name}": t for name, t in times.items()}
         if decisions:
             row["sites"] = {d: decisions.count(d) for d in decisions}
-        expected = alone if kind == "sparse" else dense_alone
+        expected = dense_alone if kind == "flash" else alone
         row[f"{kind} logits: largest difference to one process, relative"] = (
             (logits - expected).abs().max() / expected.abs().max()
         ).item()
@@ -339,10 +343,15 @@ def tokens(sizes: Sizes, context: int, device: torch.device) -> dict[str, Any]:
     def all_dense(q: Tensor) -> Tensor:
         return sharded_decode.dense_decode(q, k, v, **asdict(shard), **how, **kernels)
 
-    for name, call in (("sparse", all_sparse), ("dense", all_dense)):
-        run = torch.compile(call, dynamic=False) if device.type == "cuda" else call
+    ways = [("sparse", all_sparse, {}), ("dense", all_dense, {})]
+    if device.type == "cuda":
+        ways += [(f"{name}, peer memory", call, with_peer_memory({})) for name, call, _ in ways]
+    for name, call, options in ways:
+        torch._dynamo.reset()
+        run = torch.compile(call, dynamic=False, options=options) if device.type == "cuda" else call
         found = run(queries[0]).float()
-        row[f"{name}: largest difference to the reference"] = (found - exact[name].float()).abs().max().item()
+        wanted = exact[name.partition(",")[0]].float()
+        row[f"{name}: largest difference to the reference"] = (found - wanted).abs().max().item()
         row[f"{world} processes, {name}, us"] = layer_time(device, run, queries, sizes.steps, dist.group.WORLD)
     return row
 
@@ -351,19 +360,21 @@ def tokens(sizes: Sizes, context: int, device: torch.device) -> dict[str, Any]:
 
 
 def ratios(record: dict[str, Any], world: int) -> dict[str, float]:
-    h, every = record["heads"], f"{world} processes"
-    found = {
-        "heads: sparse over one process's": h[f"{every}, sparse, us"] / h["one process, sparse, us"],
-        "heads: sparse over dense": h[f"{every}, sparse, us"] / h[f"{every}, flash, us"],
-        "heads, without waiting: sparse over one process's": h[f"{every}, sparse, us without waiting"]
-        / h["one process, sparse, us without waiting"],
-        "heads, without waiting: sparse over dense": h[f"{every}, sparse, us without waiting"]
-        / h[f"{every}, flash, us without waiting"],
-    }
+    h, every, found = record["heads"], f"{world} processes", {}
+    kinds = [kind for kind in ("sparse", PEERS) if f"{every}, {kind}, us" in h]
+    for how, unit in (("heads", "us"), ("heads, without waiting", "us without waiting")):
+        for kind in kinds:
+            found[f"{how}: {kind} over one process's"] = (
+                h[f"{every}, {kind}, {unit}"] / h[f"one process, sparse, {unit}"]
+            )
+            found[f"{how}: {kind} over dense"] = h[f"{every}, {kind}, {unit}"] / h[f"{every}, flash, {unit}"]
     for t in record["tokens"]:
         for kind in ("sparse", "dense"):
-            ratio = t[f"{every}, {kind}, us"] / t[f"one process, {kind}, us"]
-            found[f"tokens, {t['context']}: {kind} over one process's"] = ratio
+            for peers in ("", ", peer memory"):
+                if (us := t.get(f"{every}, {kind}{peers}, us")) is not None:
+                    found[f"tokens, {t['context']}: {kind}{peers} over one process's"] = (
+                        us / t[f"one process, {kind}, us"]
+                    )
     return found
 
 

@@ -64,7 +64,9 @@ _NOT_SWALLOWED = (
 )
 
 
-def _inner_compiler(inner: Inner, mode: str | None, options: dict[str, Any] | None) -> Callable[..., Any]:
+def _inner_compiler(
+    inner: Inner, mode: str | None, options: dict[str, Any] | None, peer_memory: bool = False
+) -> Callable[..., Any]:
     """The compiler that takes the (rewritten) graph, with ``torch.compile``'s mode and options handed on."""
     if inner == "eager":
         return lambda gm, example_inputs: gm.forward
@@ -73,6 +75,10 @@ def _inner_compiler(inner: Inner, mode: str | None, options: dict[str, Any] | No
         from torch._inductor.compile_fx import compile_fx
 
         patches = {**(list_mode_options(mode) if mode and mode != "default" else {}), **(options or {})}
+        if peer_memory:
+            from fasa_compile.peer_memory import with_peer_memory
+
+            patches = with_peer_memory(patches)
 
         def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             compiled: Any = compile_fx(gm, example_inputs, config_patches=patches or None)
@@ -247,9 +253,11 @@ class FasaBackend:
         audit: int = 0,
         allow_no_rope: bool = False,
         audit_bound: float | None = None,
+        peer_memory: bool = False,
     ) -> None:
         self.allow_no_rope = allow_no_rope
         self.__name__ = "fasa"
+        self.peer_memory = peer_memory
         self.audit = audit
         self.audit_bound = audit_bound
         self._lossy: dict[str, str] = {}  # layers that audits found above the bound -> what was found
@@ -284,7 +292,7 @@ class FasaBackend:
         mode: str | None = None,
         options: dict[str, Any] | None = None,
     ) -> Callable[..., Any]:
-        inner = _inner_compiler(self.inner, mode, options)
+        inner = _inner_compiler(self.inner, mode, options, self.peer_memory)
         nodes = _attention_nodes(gm)
         if not nodes:
             self._record("no attention")
@@ -411,7 +419,7 @@ class FasaBackend:
             if found := self._lossy.get(decision.site.layer):
                 planned = go_dense(planned, decision.site.index, "audit-bound", found)
         _check_memory(planned)
-        agree(planned, self.policy, shares.values())
+        agree(planned, self.policy, shares.values(), peer_memory=self.peer_memory)
         return shadow, planned, self._checker(root, prefix)
 
     def _located(
@@ -624,6 +632,7 @@ def fasa_backend(
     offload: Literal["cpu"] | None = None,
     hot_tokens: int | None = None,
     allow_no_rope: bool = False,
+    peer_memory: bool = False,
 ) -> FasaBackend:
     """A backend for ``torch.compile`` that makes RoPE attention decode sparsely.
 
@@ -646,6 +655,9 @@ def fasa_backend(
 
     ``offload="cpu"``: for K and V in host memory (``FasaStaticCache``, ``offloaded_cache``): the selected rows are read through a hot
     buffer of ``hot_tokens`` tokens per KV head on the GPU (default: half as many again as ``n_fac``; 0: none).
+
+    ``peer_memory=True``: where a model or its KV cache is shared out over GPUs of one host, a step's small all-reduces and all-gathers go
+    through the GPUs' memory, in a kernel each, and not through NCCL (``docs/distributed.md``). Needs ``inner="inductor"``.
 
     With ``n_fac`` at least the context length the result equals dense attention. Raises ``ProfileError`` for a profile that
     cannot be read, ``BudgetError`` for an impossible budget, ``dense_below`` or
@@ -672,8 +684,10 @@ def fasa_backend(
             raise TypeError(f"audit_bound: expected a share of attention mass, 0 to 1, or None, found {audit_bound!r}")
         if not audit:
             raise TypeError("audit_bound needs audit=n: on every n-th step it is compared with what an audit measures")
+    if peer_memory and inner != "inductor":
+        raise TypeError(f"peer_memory needs inner='inductor', which sees a graph's collectives; found inner={inner!r}")
     policy.budget_for(None)  # an impossible budget is an error now, not at the first graph
-    return FasaBackend(policy, inner, strict, check_weights, audit, allow_no_rope, audit_bound)
+    return FasaBackend(policy, inner, strict, check_weights, audit, allow_no_rope, audit_bound, peer_memory)
 
 
 def fasa(

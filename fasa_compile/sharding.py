@@ -176,13 +176,13 @@ def _account(planned: Plan, policy: Policy) -> dict[str, Any]:
 _met: Counter[tuple[int, ...]] = Counter()  # meetings so far, by group of ranks
 
 
-def agree(planned: Plan, policy: Policy, shares: Iterable[Share]) -> None:
+def agree(planned: Plan, policy: Policy, shares: Iterable[Share], *, peer_memory: bool = False) -> None:
     """Compare what the processes that share these heads, or a KV cache's tokens, are about to run. Raises ``Disagreement``."""
     shards = {d.site.shard for d in planned.decisions if isinstance(d.site, AttentionSite) and d.site.shard is not None}
     groups = {(share.ranks, share.index, "tensor-parallel") for share in shares}
     groups |= {(ranks_of(shard.group), shard.rank, "sequence") for shard in shards}
     for ranks, index, kind in sorted(groups):
-        meet(ranks, index, kind, "a graph", _account(planned, policy))
+        meet(ranks, index, kind, "a graph", {**_account(planned, policy), "peer_memory": peer_memory})
 
 
 def ranks_of(group: str) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ same names; what is added here:
   host memory: all three or none.
 - ``shard_levels``, ``shard_candidates``, ``shard_attend`` and ``shard_dense`` are what one of several processes does between the exchanges of
   ``sharded_decode``.
+- ``peer_all_reduce`` and ``peer_all_gather`` are collectives of small tensors (``peers``; on CPU those of the process group).
 - ``gather_sequence`` stands in a model's graph where it reads a KV cache whose tokens lie on several processes.
 
 On CPU exactly ``min(n_fac, valid)`` tokens are attended to. On CUDA these, whatever ``hint`` holds, and the few that rank so
@@ -84,6 +85,8 @@ _LIBRARY.define(
     "shard_dense(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor bounds, *, float scale, float softcap, int version) -> Tensor",
     tags=_ANY_STRIDES,
 )
+_LIBRARY.define("peer_all_reduce(Tensor x, str group, int version) -> Tensor")
+_LIBRARY.define("peer_all_gather(Tensor x, int ranks, str group, int version) -> Tensor")
 _LIBRARY.define("gather_sequence(Tensor own, int rows, int rank, int ranks, str group) -> Tensor")
 
 
@@ -194,6 +197,22 @@ def _dense_decode_cuda(
     return dense_decode.dense_decode(q, k, v, mask, bounds, **how)
 
 
+def _all_reduce(x: Tensor, group: str, version: int) -> Tensor:
+    c10d = torch.ops._c10d_functional
+    total: Tensor = c10d.wait_tensor(c10d.all_reduce(x, "sum", group))
+    return total
+
+
+def _all_gather(x: Tensor, ranks: int, group: str, version: int) -> Tensor:
+    return sharded_decode.all_gather(x, ranks, group).flatten(0, 1)
+
+
+def _peer_all_gather_cuda(x: Tensor, ranks: int, group: str, version: int) -> Tensor:
+    from . import peers
+
+    return peers.all_gather(x, group)
+
+
 def _of_plain(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, version, **how: function(*args, **how)
 
@@ -217,6 +236,8 @@ for _name, _cpu, _cuda in (
     ("shard_candidates", _of_plain(sharded_decode.candidates), _of_kernels("shard", "candidates")),
     ("shard_attend", _of_plain(sharded_decode.attend), _of_kernels("shard", "attend")),
     ("shard_dense", _of_plain(sharded_decode.dense), _of_kernels("dense_decode", "dense_decode", shard=True)),
+    ("peer_all_reduce", _all_reduce, _of_kernels("peers", "all_reduce")),
+    ("peer_all_gather", _all_gather, _peer_all_gather_cuda),
     ("gather_sequence", sharded_decode.gather_sequence, sharded_decode.gather_sequence),
 ):
     _LIBRARY.impl(_name, _cpu, "CPU")
@@ -271,6 +292,16 @@ def _(q: Tensor, k: Tensor, *args: Any, rows: int, n_fac: int, **how: Any) -> tu
 @torch.library.register_fake("fasa::shard_dense", lib=_LIBRARY)
 def _(q: Tensor, k: Tensor, v: Tensor, *args: Any, **how: Any) -> Tensor:
     return q.new_empty((*q.shape[:3], v.shape[3] + 1), dtype=torch.float32)
+
+
+@torch.library.register_fake("fasa::peer_all_reduce", lib=_LIBRARY)
+def _(x: Tensor, group: str, version: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("fasa::peer_all_gather", lib=_LIBRARY)
+def _(x: Tensor, ranks: int, group: str, version: int) -> Tensor:
+    return x.new_empty((ranks * x.shape[0], *x.shape[1:]))
 
 
 @torch.library.register_fake("fasa::gather_sequence", lib=_LIBRARY)

@@ -215,6 +215,11 @@ def other_constants(folder: Path) -> dict[str, Any]:
     return _refused(backend(replace(made, layers=(first, *made.layers[1:])), inner=INNER))
 
 
+def other_collectives(folder: Path) -> dict[str, Any]:
+    """One process exchanges through the GPUs' memory, where the others would wait for it in vain."""
+    return _refused(backend(own_profile(), inner="inductor", peer_memory=RANK == 0))
+
+
 def failing_step(folder: Path) -> dict[str, Any]:
     """A rewritten graph that fails in its first step: one process cannot run the model's own graph without the others."""
 

@@ -29,6 +29,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
         "own",
         "other_profile",
         "other_constants",
+        "other_collectives",
         "failing_step",
         "lost",
     )
@@ -52,7 +53,8 @@ def test_a_module_of_ones_own_sharded_by_parallelize_module(two: Found) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scenario", "field"), [("other_profile", "budget: .*n_fac=24.*n_fac=32|n_fac=32.*n_fac=24"), ("other_constants", "profile: ")]
+    ("scenario", "field"), [("other_profile", "budget: .*n_fac=24.*n_fac=32|n_fac=32.*n_fac=24"), ("other_constants", "profile: "),
+     ("other_collectives", "peer_memory: ")]
 )  # fmt: skip
 def test_ranks_that_would_run_different_things_are_named(two: Found, scenario: str, field: str) -> None:
     for rank, found in enumerate(two[scenario]):

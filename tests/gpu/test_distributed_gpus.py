@@ -87,3 +87,37 @@ def test_a_process_that_dies_ends_the_others(tmp_path: Path) -> None:
     """By an error, or by NCCL's watchdog, within the group's 20 seconds and what it takes to start and compile."""
     ends = {0: [0, 1, -signal.SIGABRT], 1: [-signal.SIGKILL]}
     launch(HERE / "sequence_ranks.py", tmp_path, 2, "killed", device="cuda", limit=300, ends=ends, timeout=20)
+
+
+@pytest.fixture(scope="module")
+def peers(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """With exchanges through the GPUs' memory in place of NCCL's."""
+    names = ("numbers", "heads", "tokens", "late")
+    return launch(
+        HERE / "peer_ranks.py", tmp_path_factory.mktemp("peers"), 2, *names, device="cuda", limit=900, timeout=8.0,
+        ends={0: [0], 1: [0, 1, -signal.SIGABRT]},
+    )  # fmt: skip
+
+
+@pytest.mark.timeout(1000)
+def test_exchanges_through_the_gpus_memory_have_the_bits_of_the_groups(peers: Found) -> None:
+    for found in peers["numbers"]:
+        assert found["wrong"] == 0 and found["rounds"] == 12 * 5 * 3 * 2 + 100 * 15
+
+
+@pytest.mark.timeout(1000)
+def test_models_that_exchange_through_the_gpus_memory(peers: Found) -> None:
+    for found in peers["heads"]:
+        close(found, LOOSE)
+    for found in peers["tokens"]:
+        assert found["by the group"] == 0
+        for graphs in (False, True):
+            told = found[f"graphs {graphs}"]
+            assert told["alike"] and set(told["decisions"]) == {"sparse"}
+            close(told, 1e-3)
+
+
+@pytest.mark.timeout(1000)
+def test_a_process_that_does_not_come_ends_the_others_kernels(peers: Found) -> None:
+    found = peers["late"][0]
+    assert found["error"] is not None and 6 < found["waited"] < 11

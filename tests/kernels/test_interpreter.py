@@ -384,3 +384,35 @@ def test_offsets_beyond_two_to_the_31(monkeypatch: pytest.MonkeyPatch) -> None: 
         near = sparse_decode.sparse_decode(q, *small, *state, None, selection=chosen, **how)
         far = sparse_decode.sparse_decode(q, k, v, *state, None, given=chosen[0], **how)
         torch.testing.assert_close(far, near, atol=1e-3, rtol=1e-3)
+
+
+@interpreted
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_exchanges_through_peers_memory(ranks: int) -> None:
+    """The processes take turns, all sending before any reads; sizes differ from one exchange to the next, and halves of the memory alternate."""
+    from fasa_compile.triton_kernels import peers
+
+    capacity = 2 * peers.BLOCK
+    memory = torch.zeros(ranks, 2, ranks, capacity, dtype=torch.int64)
+    begins = torch.arange(ranks) * memory[0].numel()
+    numbers = torch.zeros(ranks, 2, dtype=torch.int32)
+    spaces = [
+        peers.Workspace(memory[r], numbers[r], begins - begins[r], r, ranks, 0, None)
+        for r in range(ranks)
+    ]  # fmt: skip
+    for round, (shape, dtype) in enumerate(
+        (((3, 5, 2), torch.float32), ((700,), torch.float16), ((2, 7), torch.float16), ((300,), torch.float32), ((6,), torch.float16))
+    ):  # fmt: skip
+        xs = [(torch.randn(shape) * 3).to(dtype) for _ in range(ranks)]
+        for add in (True, False):
+            for x, space in zip(xs, spaces, strict=True):
+                peers.exchange(x, space, add=add, receive=False)
+            got = [peers.exchange(x, space, add=add, send=False) for x, space in zip(xs, spaces, strict=True)]
+            together = torch.stack(xs)
+            total = together[0].float()
+            for x in xs[1:]:
+                total = total + x.float()  # in the order of the ranks
+            expected = total.to(dtype) if add else together
+            assert all(torch.equal(bytes_of(g), bytes_of(expected)) for g in got)
+        assert numbers[:, 0].tolist() == [2 * (round + 1)] * ranks
+    assert numbers[0, 1].item() == 4  # two of the sizes need a second program

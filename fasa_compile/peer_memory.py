@@ -1,0 +1,91 @@
+"""Small collectives of a compiled graph go through the GPUs' memory (``triton_kernels/peers.py``) and not through NCCL.
+
+A pass over the ATen graph that Inductor has before it makes kernels, since that is where a sharded model's collectives are seen: DTensors'
+all-reduces among them, and the gathers of ``sharded_decode``. The numbers stay those of the process group's, up to the order of a sum.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from fasa_compile.triton_kernels.ops import KERNEL_VERSION
+
+log = logging.getLogger("fasa_compile")
+
+#: As in ``triton_kernels.peers``, which needs triton.
+MOST_BYTES, MOST_RANKS = 256 << 10, 8
+_SUMMED = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class ThroughPeers(CustomGraphPass):
+    """Inductor's ``post_grad_custom_pre_pass``, after one that the user may have given."""
+
+    def __init__(self, before: Callable[[fx.Graph], Any] | None = None) -> None:
+        self.before = before
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if self.before is not None:
+            self.before(graph)
+        replaced = replace_collectives(graph)
+        log.info("%d collectives go through the GPUs' memory", replaced)
+
+    def uuid(self) -> Any:
+        """What compiled graphs are cached by; None, no caching, where the user's pass has nothing to tell it by."""
+        theirs: Any = ""
+        if self.before is not None:
+            theirs = self.before.uuid() if isinstance(self.before, CustomGraphPass) else None
+        return None if theirs is None else (__name__, KERNEL_VERSION, theirs)
+
+
+def replace_collectives(graph: fx.Graph) -> int:
+    """Puts ``fasa::peer_all_reduce`` and ``fasa::peer_all_gather`` where an all-reduce or all-gather of few bytes is waited for; how many."""
+    c10d, replaced = torch.ops._c10d_functional, 0
+    for wait in graph.find_nodes(op="call_function", target=c10d.wait_tensor.default):
+        collective = wait.args[0]
+        if not isinstance(collective, fx.Node) or len(collective.users) != 1 or not _is_small(collective):
+            continue
+        x, version = collective.args[0], KERNEL_VERSION
+        how: tuple[Callable[..., Any], tuple[Any, ...]]
+        if collective.target is c10d.all_reduce.default:
+            how = torch.ops.fasa.peer_all_reduce.default, (x, collective.args[2], version)
+        else:
+            how = torch.ops.fasa.peer_all_gather.default, (x, *collective.args[1:], version)
+        with graph.inserting_before(wait):
+            made = graph.call_function(*how)
+        made.meta = dict(wait.meta)
+        wait.replace_all_uses_with(made)
+        graph.erase_node(wait)
+        graph.erase_node(collective)
+        replaced += 1
+    return replaced
+
+
+def _is_small(node: fx.Node) -> bool:
+    c10d = torch.ops._c10d_functional
+    if node.target not in (c10d.all_reduce.default, c10d.all_gather_into_tensor.default):
+        return False
+    x: Any = node.args[0].meta.get("val")  # type: ignore[union-attr]
+    if not isinstance(x, torch.Tensor) or x.dim() == 0 or not all(isinstance(n, int) for n in x.shape):
+        return False
+    if node.target is c10d.all_reduce.default and (node.args[1] != "sum" or x.dtype not in _SUMMED):
+        return False
+    size = math.prod(x.shape) * x.element_size()
+    return x.is_cuda and 0 < size <= MOST_BYTES and size % 4 == 0 and _ranks(str(node.args[2])) <= MOST_RANKS
+
+
+def _ranks(group: str) -> int:
+    return dist.get_world_size(dist.distributed_c10d._resolve_process_group(group))  # type: ignore[arg-type, attr-defined]
+
+
+def with_peer_memory(options: dict[str, Any]) -> dict[str, Any]:
+    """Inductor's ``options`` with the pass among them."""
+    name = "post_grad_custom_pre_pass"
+    return {**options, name: ThroughPeers(options.get(name))}

@@ -1,0 +1,94 @@
+"""Which collectives of a graph go through the GPUs' memory. What they compute is tested in Triton's interpreter and on two GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fasa_compile import fasa_backend, peer_memory
+from fasa_compile.peer_memory import ThroughPeers, replace_collectives, with_peer_memory
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
+C10D = torch.ops._c10d_functional
+
+
+@pytest.fixture
+def group() -> Iterator[str]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield str(dist.group.WORLD.group_name)
+    dist.destroy_process_group()
+
+
+def graph_of(x: Any, collective: Any, *arguments: Any) -> fx.Graph:
+    graph = fx.Graph()
+    given = graph.placeholder("x")
+    given.meta["val"] = x
+    sent = graph.call_function(collective, (given, *arguments))
+    graph.output(graph.call_function(C10D.wait_tensor.default, (sent,)))
+    return graph
+
+
+def targets(graph: fx.Graph) -> list[str]:
+    return [str(n.target) for n in graph.nodes if n.op == "call_function"]
+
+
+def fake(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cuda:0") -> Any:
+    with FakeTensorMode():
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+def test_small_sums_and_gathers_are_replaced(group: str) -> None:
+    graph = graph_of(fake(4, 1, 4096), C10D.all_reduce.default, "sum", group)
+    assert replace_collectives(graph) == 1 and targets(graph) == ["fasa.peer_all_reduce.default"]
+    graph = graph_of(fake(8, 9, dtype=torch.int64), C10D.all_gather_into_tensor.default, 1, group)
+    assert replace_collectives(graph) == 1 and targets(graph) == ["fasa.peer_all_gather.default"]
+    assert [n.args[1:3] for n in graph.nodes if n.op == "call_function"] == [(1, group)]
+    graph.lint()
+
+
+@pytest.mark.parametrize(
+    ("x", "kind"),
+    [
+        (lambda: fake(64, 4097), "sum"),  # more bytes than fit
+        (lambda: fake(3), "sum"),  # no whole words
+        (lambda: fake(4, 8, device="cpu"), "sum"),
+        (lambda: fake(4, 8, dtype=torch.int32), "sum"),
+        (lambda: fake(4, 8), "max"),
+        (lambda: fake(0, 8), "sum"),
+    ],
+)
+def test_others_stay_with_the_process_group(group: str, x: Any, kind: str) -> None:
+    graph = graph_of(x(), C10D.all_reduce.default, kind, group)
+    before = targets(graph)
+    assert replace_collectives(graph) == 0 and targets(graph) == before
+
+
+def test_too_many_processes_stay_with_the_process_group(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_memory, "_ranks", lambda name: 9)
+    assert replace_collectives(graph_of(fake(4, 8), C10D.all_reduce.default, "sum", group)) == 0
+
+
+def test_a_pass_of_the_users_runs_first() -> None:
+    ran = []
+    options = with_peer_memory({"post_grad_custom_pre_pass": ran.append, "max_autotune": True})
+    chained = options["post_grad_custom_pre_pass"]
+    empty = fx.Graph()
+    chained(empty)
+    assert ran == [empty] and options["max_autotune"] and chained.uuid() is None
+    assert ThroughPeers().uuid() == ThroughPeers().uuid() is not None
+
+
+def test_it_needs_inductor() -> None:
+    with pytest.raises(TypeError, match="peer_memory needs inner='inductor'"):
+        fasa_backend(None, inner="eager", peer_memory=True)
+
+
+def test_limits_are_the_kernels() -> None:
+    peers = pytest.importorskip("fasa_compile.triton_kernels.peers")
+    assert (peers.MOST_BYTES, peers.MOST_RANKS) == (peer_memory.MOST_BYTES, peer_memory.MOST_RANKS)
