@@ -60,7 +60,7 @@ def replace_collectives(graph: fx.Graph) -> int:
             how = torch.ops.fasa.peer_all_gather.default, (x, *collective.args[1:], version)
         with graph.inserting_before(wait):
             made = graph.call_function(*how)
-        made.meta = dict(wait.meta)
+        made.meta = {name: wait.meta[name] for name in ("val", "stack_trace") if name in wait.meta}
         wait.replace_all_uses_with(made)
         graph.erase_node(wait)
         graph.erase_node(collective)
@@ -78,7 +78,11 @@ def _is_small(node: fx.Node) -> bool:
     if node.target is c10d.all_reduce.default and (node.args[1] != "sum" or x.dtype not in _SUMMED):
         return False
     size = math.prod(x.shape) * x.element_size()
-    return x.is_cuda and 0 < size <= MOST_BYTES and size % 4 == 0 and _ranks(str(node.args[2])) <= MOST_RANKS
+    return _on_gpu(x) and 0 < size <= MOST_BYTES and size % 4 == 0 and _ranks(str(node.args[2])) <= MOST_RANKS
+
+
+def _on_gpu(x: torch.Tensor) -> bool:
+    return x.is_cuda
 
 
 def _ranks(group: str) -> int:

@@ -207,6 +207,12 @@ def _all_gather(x: Tensor, ranks: int, group: str, version: int) -> Tensor:
     return sharded_decode.all_gather(x, ranks, group).flatten(0, 1)
 
 
+def _peer_all_reduce_cuda(x: Tensor, group: str, version: int) -> Tensor:
+    from . import peers
+
+    return peers.all_reduce(x, group)
+
+
 def _peer_all_gather_cuda(x: Tensor, ranks: int, group: str, version: int) -> Tensor:
     from . import peers
 
@@ -236,7 +242,7 @@ for _name, _cpu, _cuda in (
     ("shard_candidates", _of_plain(sharded_decode.candidates), _of_kernels("shard", "candidates")),
     ("shard_attend", _of_plain(sharded_decode.attend), _of_kernels("shard", "attend")),
     ("shard_dense", _of_plain(sharded_decode.dense), _of_kernels("dense_decode", "dense_decode", shard=True)),
-    ("peer_all_reduce", _all_reduce, _of_kernels("peers", "all_reduce")),
+    ("peer_all_reduce", _all_reduce, _peer_all_reduce_cuda),
     ("peer_all_gather", _all_gather, _peer_all_gather_cuda),
     ("gather_sequence", sharded_decode.gather_sequence, sharded_decode.gather_sequence),
 ):
