@@ -492,7 +492,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["link", "layer", "step", "memory", "long"])
     parser.add_argument("--shape", action="append", help="BATCHxLENGTH, of layer")
-    parser.add_argument("--hot", type=int, action="append", help="tokens of the hot buffer, of layer; 0: none")
+    parser.add_argument(
+        "--hot", type=int, action="append", help="tokens of the hot buffer, of layer, memory and long; 0: none"
+    )
     parser.add_argument("--sites", type=int, default=4, help="that take turns, of layer")
     parser.add_argument("--turns", type=int, action="append", help="steps around the circle, of layer")
     parser.add_argument("--case", action="append", help="BATCHxLENGTH:card, :host or :host-HOT_TOKENS, of step")
@@ -524,7 +526,7 @@ def main() -> None:
         add(options.out, "step", step(cases, options.layers, options.soak, options.limit, options.lock))
     elif options.part == "memory":
         formats = options.format or ["bf16-8", "bf16-12", "fp8-8", "fp8-12", "int4-32"]
-        add(options.out, "memory", memory(formats, options.length or [32768, 131072], options.hot or [1024, 1536]))
+        add(options.out, "memory", memory(formats, options.length or [32768, 131072], options.hot or [992, 1024, 1536]))
     elif options.part == "long":
         (name,) = options.format or ["int4-32"]
         (length,) = options.length or [524288]

@@ -142,23 +142,33 @@ def softmax_start(scale, GP: tl.constexpr, DVP: tl.constexpr, SOFTCAP: tl.conste
 
 
 @triton.jit
-def attend_tile(
-    q1, q2, m_i, l_i, acc, k_rows, v_rows, seen, valid, bias, factor, softcap, stride_kd, stride_vd,
-    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, SOFTCAP: tl.constexpr,
+def load_rows(
+    k_rows, v_rows, seen, stride_kd, stride_vd,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of an online softmax in base-2 logs: ``k_rows, v_rows [N]`` pointers, read where ``seen [N]``; ``valid`` and
-    ``bias [GP, N]``."""
-    LOG2E: tl.constexpr = 1.4426950408889634
+    """K as ``[N, D1]`` and, where D2 > 0, ``[N, D2]`` (else the first again), and V ``[N, DVP]``, from pointers ``[N]``, where ``seen [N]``; zeros
+    elsewhere."""
     d1 = tl.arange(0, D1)
     dv = tl.arange(0, DVP)
     k1 = tl.load(k_rows[:, None] + (d1 * stride_kd)[None, :], mask=seen[:, None] & (d1 < D)[None, :], other=0.0)
     v = tl.load(v_rows[:, None] + (dv * stride_vd)[None, :], mask=seen[:, None] & (dv < DV)[None, :], other=0.0)
+    k2 = k1
+    if D2 > 0:
+        d2 = D1 + tl.arange(0, D2)
+        k2 = tl.load(k_rows[:, None] + (d2 * stride_kd)[None, :], mask=seen[:, None] & (d2 < D)[None, :], other=0.0)
+    return k1, k2, v
+
+
+@triton.jit
+def attend_rows(
+    q1, q2, m_i, l_i, acc, k1, k2, v, valid, bias, factor, softcap, D2: tl.constexpr, SOFTCAP: tl.constexpr
+):  # fmt: skip
+    """One tile of an online softmax in base-2 logs, over rows from ``load_rows``; ``valid`` and ``bias [GP, N]``."""
+    LOG2E: tl.constexpr = 1.4426950408889634
     if q1.dtype != k1.dtype:
         k1 = k1.to(tl.float32)
     s = tl.dot(q1, tl.trans(k1), input_precision="ieee")
     if D2 > 0:
-        d2 = D1 + tl.arange(0, D2)
-        k2 = tl.load(k_rows[:, None] + (d2 * stride_kd)[None, :], mask=seen[:, None] & (d2 < D)[None, :], other=0.0)
         if q2.dtype != k2.dtype:
             k2 = k2.to(tl.float32)
         s = tl.dot(q2, tl.trans(k2), acc=s, input_precision="ieee")
@@ -176,6 +186,16 @@ def attend_tile(
     else:
         acc = tl.dot(p.to(v.dtype), v, acc=acc * shrink[:, None])
     return top, l_i, acc
+
+
+@triton.jit
+def attend_tile(
+    q1, q2, m_i, l_i, acc, k_rows, v_rows, seen, valid, bias, factor, softcap, stride_kd, stride_vd,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """``attend_rows`` over rows at ``k_rows, v_rows [N]``, read where ``seen [N]``."""
+    k1, k2, v = load_rows(k_rows, v_rows, seen, stride_kd, stride_vd, D, D1, D2, DV, DVP)
+    return attend_rows(q1, q2, m_i, l_i, acc, k1, k2, v, valid, bias, factor, softcap, D2, SOFTCAP)
 
 
 @triton.jit

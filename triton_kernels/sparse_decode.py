@@ -293,12 +293,12 @@ def sparse_decode(
             launched = fac_kernel[(splits, rows)](*attended, *strides, L, n_fac, scale, softcap, room, TOKENS=S, **how)
         else:
             assert tags is not None and ledger is not None
-            place = torch.empty_like(kept)
+            place = torch.empty((rows, splits, room + tags.shape[3]), dtype=torch.int32, device=q.device)
             launched = fetching_fac_kernel[(splits, rows)](
                 *attended, hot, tags, ledger, place, kept if slots is None else slots,
                 0 if slots is None or slots.dim() == 1 else slots.stride(0), 0 if slots is None else slots.shape[-1],
                 *strides, L, n_fac, scale, softcap, room, HAS_SLOTS=slots is not None, C=tags.shape[3],
-                CP=power_of_2(tags.shape[3]), DP=power_of_2(k.shape[3]), **how,
+                CP=power_of_2(tags.shape[3]), **how,
             )  # fmt: skip
         partition_alike(launched)
         if splits > 1:
