@@ -398,16 +398,20 @@ def main() -> None:
         "torch": torch.__version__,
         "fasa_compile": fasa_compile.__version__,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "heads": heads(sizes, device),
-        "tokens": [tokens(sizes, context, device) for context in sizes.contexts],
     }
+
+    def save() -> None:
+        if dist.get_rank() == 0 and given.out is not None:
+            given.out.write_text(json.dumps(record, indent=1) + "\n")
+
+    record["heads"] = heads(sizes, device)
+    save()
+    record["tokens"] = [tokens(sizes, context, device) for context in sizes.contexts]
+    record["ratios"] = ratios(record, world)
+    record["asked for"] = {name: target for name, target in TARGETS.items() if name in record["ratios"]}
+    save()
     if dist.get_rank() == 0:
-        record["ratios"] = ratios(record, world)
-        record["asked for"] = {name: target for name, target in TARGETS.items() if name in record["ratios"]}
-        text = json.dumps(record, indent=1)
-        print(text)
-        if given.out is not None:
-            given.out.write_text(text + "\n")
+        print(json.dumps(record, indent=1))
     dist.barrier()
     torch._dynamo.reset()  # NCCL waits for CUDA graphs that hold its kernels
     gc.collect()

@@ -294,6 +294,9 @@ def sparse_decode(
         else:
             assert tags is not None and ledger is not None
             place = torch.empty((rows, splits, room + tags.shape[3]), dtype=torch.int32, device=q.device)
+            # Rows from the host are what is waited for: wide tiles have many under way and look for misses meanwhile, narrow ones need
+            # several tiles under way, and room for all programs at once. Measured on an H200.
+            how |= {"num_stages": 5, "maxnreg": 128} if c.fac_stages == 3 else {"num_stages": 1}
             launched = fetching_fac_kernel[(splits, rows)](
                 *attended, hot, tags, ledger, place, kept if slots is None else slots,
                 0 if slots is None or slots.dim() == 1 else slots.stride(0), 0 if slots is None else slots.shape[-1],

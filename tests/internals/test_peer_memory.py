@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,3 +93,23 @@ def test_it_needs_inductor() -> None:
 def test_limits_are_the_kernels() -> None:
     peers = pytest.importorskip("fasa_compile.triton_kernels.peers")
     assert (peers.MOST_BYTES, peers.MOST_RANKS) == (peer_memory.MOST_BYTES, peer_memory.MOST_RANKS)
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="Inductor needs a C++ compiler")
+def test_a_compiled_graph_calls_the_operators(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through Inductor, on a CPU, where the operators are the process group's collectives."""
+    monkeypatch.setattr(peer_memory, "_on_gpu", lambda x: True)
+    ran = []
+    monkeypatch.setattr(peer_memory, "replace_collectives", lambda graph: ran.append(replace_collectives(graph)))
+
+    def step(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = C10D.wait_tensor(C10D.all_reduce(x @ w, "sum", group))
+        return y + C10D.wait_tensor(C10D.all_gather_into_tensor(y + 1, 1, group))
+
+    x, w = torch.randn(4, 64), torch.randn(64, 64)
+    options = {**with_peer_memory({}), "fx_graph_cache": False}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        got = torch.compile(step, dynamic=False, options=options)(x, w)
+    torch.testing.assert_close(got, step(x, w))
+    assert ran == [2]
+    assert {"fasa::peer_all_reduce", "fasa::peer_all_gather"} <= {e.key for e in seen.key_averages()}

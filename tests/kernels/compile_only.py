@@ -17,7 +17,7 @@ _TYPES = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64",
     torch.uint8: "*u8", torch.int8: "*i8", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
-_OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+_OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 
 
 @dataclass
