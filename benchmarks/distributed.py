@@ -7,6 +7,7 @@ sparse step on one GPU, and sharded by heads the sparse step and one whose atten
 that dense attention has). All compiled by Inductor, with CUDA graphs on a GPU; logits of one step are compared.
 ``tokens``: the attention of one layer over 1 x 256k and 1 x 1024k tokens: sparse and dense on one GPU, and with the tokens over all processes.
 Both with NCCL's collectives and, on GPUs, with ``peer_memory``.
+``exchanges``: an all-reduce of a few rows, by the process group and through the GPUs' memory, alone and after the product it sums.
 
 Times are medians of steps that all processes begin together; of the processes the slowest counts. ``tokens`` is timed inside CUDA graphs,
 a dozen queries to each, the collectives among them. ``--tiny`` runs all of it with small
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import gc
 import json
 import math
@@ -356,6 +358,46 @@ def tokens(sizes: Sizes, context: int, device: torch.device) -> dict[str, Any]:
     return row
 
 
+# --- exchanges ----------------------------------------------------------------------------------------------------------
+
+
+def exchanges(sizes: Sizes, device: torch.device) -> dict[str, Any]:
+    """Microseconds of an all-reduce of ``rows`` rows, where each waits for the one before."""
+    number, width = 40, sizes.geometry["hidden_size"]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    group, c10d = str(dist.group.WORLD.group_name), torch.ops._c10d_functional
+    weight = torch.randn((width, width), device=device, dtype=dtype)
+
+    def by_group(x: Tensor) -> Tensor:
+        total: Tensor = c10d.wait_tensor(c10d.all_reduce(x, "sum", group))
+        return total
+
+    def by_peers(x: Tensor) -> Tensor:
+        total: Tensor = torch.ops.fasa.peer_all_reduce(x, group, ops.KERNEL_VERSION)
+        return total
+
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        "by the group": by_group, "peer memory": by_peers, "product": lambda x: x @ weight,
+        "product, by the group": lambda x: by_group(x @ weight), "product, peer memory": lambda x: by_peers(x @ weight),
+    }  # fmt: skip
+    rows = []
+    for batch in (1, 4, 16):
+        x = torch.randn((batch, width), device=device, dtype=dtype)
+        row: dict[str, Any] = {"rows": batch}
+        for name, way in ways.items():
+
+            def chain(way: Callable[[Tensor], Tensor] = way, x: Tensor = x) -> Tensor:
+                return functools.reduce(lambda y, _: way(y), range(number), x)
+
+            call = captured([chain]).replay if device.type == "cuda" else chain
+            row[name] = timed(device, [call], 10, dist.group.WORLD) / number
+        rows.append(row)
+    return {
+        "unit": f"microseconds a call, {number} one after another in a CUDA graph",
+        "elements a row": width, "dtype": str(dtype).removeprefix("torch."), "rows": rows,
+    }  # fmt: skip
+
+
 # --- the record ---------------------------------------------------------------------------------------------------------
 
 
@@ -407,6 +449,7 @@ def main() -> None:
     record["heads"] = heads(sizes, device)
     save()
     record["tokens"] = [tokens(sizes, context, device) for context in sizes.contexts]
+    record["exchanges"] = exchanges(sizes, device)
     if dist.get_rank() == 0:  # which alone has one process's times
         record["ratios"] = ratios(record, world)
         record["asked for"] = {name: target for name, target in TARGETS.items() if name in record["ratios"]}

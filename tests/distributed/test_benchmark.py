@@ -46,5 +46,6 @@ def test_small_sizes_on_two_processes(tmp_path: Path) -> None:
     for row in record["tokens"]:
         assert row["sparse: largest difference to the reference"] < 1e-4
         assert row["dense: largest difference to the reference"] < 1e-4
+    assert [row["rows"] for row in record["exchanges"]["rows"]] == [1, 4, 16]
     assert set(record["asked for"]) == {"heads: sparse over one process's", "heads: sparse over dense"}
     assert set(record["asked for"]) < set(record["ratios"]) and min(record["ratios"].values()) > 0
