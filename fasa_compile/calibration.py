@@ -43,10 +43,14 @@ class _Observer:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         shadow = capture(gm, example_inputs)
         sites = self._located(match(shadow, no_rope=self.no_rope))
-        self.refused += [s for s in sites if isinstance(s, NoMatch)]
+        self.refused += [
+            s if isinstance(s, NoMatch) else NoMatch(s.index, "", s.source, s.anchor, "unknown-layer")
+            for s in sites
+            if isinstance(s, NoMatch) or not s.layer
+        ]
         twin = copy_graph(gm)
         emit = Emitter(shadow, twin)
-        matched = [s for s in sites if isinstance(s, AttentionSite)]
+        matched = [s for s in sites if isinstance(s, AttentionSite) and s.layer]
         if self.bar is not None and not self.stats:
             self.bar.total = (self.bar.total or 0) + len(matched) * self.texts
         for site in matched:
@@ -124,11 +128,20 @@ def _visible(q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor,
 def _forward(model: nn.Module, token_ids: Tensor) -> Any:
     """Call a causal LM on ``token_ids [B, T]``, for the last token's logits alone where its signature lets us say so.
 
-    ``model`` may be what ``torch.compile`` made of one, whose own signature is ``(*args, **kwargs)``. A cache is left to the
-    model: transformers traced without one builds a mask of [T, T], to tell sequences that are packed in a row.
+    ``model`` may be what ``torch.compile`` made of one, whose own signature is ``(*args, **kwargs)``. A model of transformers is
+    given a cache that keeps nothing (``prefill_cache``); else the cache is left to the model.
     """
-    takes = inspect.signature(_original_forward(getattr(model, "_orig_mod", model))).parameters
-    return model(token_ids, **({"logits_to_keep": 1} if "logits_to_keep" in takes else {}))
+    inner = getattr(model, "_orig_mod", model)
+    takes = inspect.signature(_original_forward(inner)).parameters
+    given: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+    name = next((name for name in ("cache", "past_key_values") if name in takes), None)
+    # What `generate` asks before it makes such a cache.
+    dynamic = getattr(inner, "_supports_default_dynamic_cache", None)
+    if name is not None and dynamic is not None and dynamic() and not inner.config.is_encoder_decoder:
+        from fasa_compile.prefill_cache import PrefillCache
+
+        given[name] = PrefillCache(config=inner.config.get_text_config(decoder=True))
+    return model(token_ids, **given)
 
 
 def _original_forward(model: nn.Module) -> Callable[..., Any]:
@@ -236,10 +249,15 @@ def calibrate(
         also = "" if allow_no_rope else ", and allow_no_rope=True was not given"
         raise CalibrationError(f"nothing to calibrate: no attention with a proven rotary embedding{also} ({found})")
     unread = sorted({s.layer for s in observer.refused if s.layer and s.reason != "no-rope"} - set(observer.stats))
-    if unread:
-        because = "; ".join(sorted({f"{s.layer}: {s.reason}" for s in observer.refused if s.layer in unread})[:4])
+    missed = {
+        s.layer or f"attention at {s.source}": s.reason
+        for s in observer.refused
+        if s.layer in unread or s.reason == "unknown-layer"
+    }
+    if missed:
+        because = "; ".join([f"{name}: {reason}" for name, reason in sorted(missed.items())][:4])
         warnings.warn(
-            f"calibration could not read {len(unread)} layers, which stay dense ({because})", FasaWarning, stacklevel=2
+            f"calibration could not read {len(missed)} layers, which stay dense ({because})", FasaWarning, stacklevel=2
         )
     longest, budget = max(t.shape[1] for t in texts), budget or Budget()
     layers: dict[str, LayerProfile] = {}

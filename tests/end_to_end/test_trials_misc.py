@@ -230,6 +230,46 @@ def test_calibration_asks_for_one_row_of_logits():
     assert model.logits == [1]
 
 
+def test_calibration_keeps_no_keys_and_values(monkeypatch):
+    """A cache of all layers, 180 MiB of SmolLM2 at 4k, and Dynamo's trace of it, for a prompt that nobody decodes from."""
+    from transformers.cache_utils import DynamicLayer
+
+    model = tiny_llama(layers=2)
+    own = fasa_compile.calibrate(model, IDS[0, :40], forward=lambda m, ids: m(ids), progress=False)
+    torch._dynamo.reset()
+
+    def keeps(*_, **__):
+        raise AssertionError("keys and values were kept")
+
+    monkeypatch.setattr(DynamicLayer, "update", keeps)
+    profile = fasa_compile.calibrate(model, IDS[0, :40], progress=False)
+    assert [layer.layer for layer in profile.layers] == [layer.layer for layer in own.layers]
+    for found, expected in zip(profile.layers, own.layers, strict=True):
+        assert (found.fcs == expected.fcs).all() and (found.centre == expected.centre).all()
+
+
+def test_an_attention_that_no_module_names_is_not_calibrated():
+    """Its graph begins at a function, behind a graph break: decode steps have it dense (unknown-layer)."""
+
+    def attend(q, k, v):
+        angles = (torch.arange(q.shape[2])[:, None] * 0.7 ** torch.arange(8)).repeat(1, 2)
+        q, k = (x * angles.cos() + torch.cat((-x[..., 8:], x[..., :8]), -1) * angles.sin() for x in (q, k))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    class Nameless(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.projection = nn.Embedding(512, 32), nn.Linear(32, 96)
+
+        def forward(self, ids):
+            q, k, v = self.projection(self.embedding(ids)).view(*ids.shape, 3, 2, 16).permute(2, 0, 3, 1, 4)
+            torch._dynamo.graph_break()
+            return attend(q, k, v)
+
+    with pytest.raises(fasa_compile.CalibrationError, match="unknown-layer"):
+        fasa_compile.calibrate(Nameless(), IDS[0, :30], progress=False)
+
+
 def test_calibration_texts_that_are_short_or_broken():  # trial Q1
     model = tiny_llama(layers=1)
     profile = fasa_compile.calibrate(model, IDS[0, :5], progress=False)  # shorter than any budget
