@@ -1,4 +1,5 @@
-"""Models for the command line: a local Hugging Face folder, a GGUF file or a config.json -> a model, whole or as a skeleton.
+"""Models for the command line: a local Hugging Face folder, a GGUF file, a config.json or the name of one that ships -> a model, whole
+or as a skeleton.
 
 A skeleton has the modules, shapes and rotary tables of the real model and weights that nobody has written: memory that is asked for
 and never touched. ``survey`` has Dynamo trace a prefill and a decode step of it, shows the graphs to the backend, and runs nothing:
@@ -20,6 +21,8 @@ from torch import fx, nn
 from fasa_compile.backend import FasaBackend
 from fasa_compile.errors import ModelError
 
+#: Configurations that ship, by name: ``NAME.json``. What is timed or explained needs a model's shapes, not its weights.
+SHAPES = Path(__file__).with_name("shapes")
 #: Tensors up to this many bytes are zeros where a graph is not run; larger ones are memory that is never touched.
 _ZEROED = 1 << 20
 
@@ -42,7 +45,7 @@ class Source:
 
 
 def source(path: str | Path) -> Source:
-    """What lies at ``path``. Raises ``ModelError`` that says what was expected."""
+    """What lies at ``path``, or ships by that name. Raises ``ModelError`` that says what was expected."""
     place = Path(path).expanduser()
     if place.is_dir():
         if not (place / "config.json").is_file():
@@ -59,9 +62,12 @@ def source(path: str | Path) -> Source:
         raise ModelError(
             f"{place}: expected a model folder, a .gguf file or a config.json, found a {place.suffix or 'file'}"
         )
+    shipped = sorted(p.stem for p in SHAPES.glob("*.json"))
+    if str(path) in shipped:
+        return Source("config", SHAPES, f"{path}.json")
     raise ModelError(
         f"{place}: there is no such file or folder. Give a local model folder (download one with `hf download NAME --local-dir "
-        "DIR`), a .gguf file or a config.json"
+        f"DIR`), a .gguf file, a config.json, or shapes that ship: {', '.join(shipped)}"
     )
 
 

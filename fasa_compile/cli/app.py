@@ -35,7 +35,13 @@ app = typer.Typer(
 profile_app = typer.Typer(help="Look at profiles: show, diff, check.", no_args_is_help=True)
 app.add_typer(profile_app, name="profile")
 
-MODEL = Annotated[str, typer.Argument(help="A local model folder, a .gguf file or a config.json.", show_default=False)]
+MODEL = Annotated[
+    str,
+    typer.Argument(
+        help="A local model folder, a .gguf file, a config.json, or shapes that ship: llama-3.1-8b, smollm2-135m.",
+        show_default=False,
+    ),
+]
 JSON = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 PROFILE = Annotated[
     str | None, typer.Option("--profile", "-p", help="A profile's file, or the name of one that ships.")

@@ -89,7 +89,7 @@ def bench(
 ) -> None:
     """Prefill, step time, tokens per second and memory against the context: Hugging Face, our dense kernel, and sparse.
 
-    A config.json gives random weights of its shapes, which take as long as real ones. Without a profile frequencies are drawn at
+    A config.json, or the name of one that ships, gives random weights of its shapes, which take as long as real ones. Without a profile frequencies are drawn at
     random: times do not depend on them.
     """
     import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,22 @@ def test_a_folder_with_a_gguf_file_names_it(tmp_path: Path) -> None:
         loading.configuration(found)
     with pytest.raises(ModelError, match="the model cannot be loaded"):
         loading.load(found)
+
+
+def test_shapes_that_ship_and_a_file_of_that_name_that_comes_first(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2-135m").mkdir()
+    (tmp_path / "smollm2-135m" / "config.json").write_text(json.dumps(LLAMA))
+    found = loading.source("llama-3.1-8b")
+    assert not found.has_weights
+    shapes = loading.configuration(found)
+    assert (shapes.num_hidden_layers, shapes.head_dim, shapes.rope_parameters["rope_type"]) == (32, 128, "llama3")
+    with torch.device("meta"):
+        model = loading.random_model(shapes, "meta")
+    assert sum(p.numel() for p in model.parameters()) == 8_030_261_248  # what its card says
+    assert loading.configuration(loading.source("smollm2-135m")).num_hidden_layers == 3
+    with pytest.raises(ModelError, match=r"shapes that ship: llama-3\.1-8b, smollm2-135m$"):
+        loading.source("llama-3.1-7b")
 
 
 def test_an_architecture_that_nobody_knows(tmp_path: Path) -> None:

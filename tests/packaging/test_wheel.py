@@ -95,7 +95,9 @@ def _shipped(folder: str) -> set[str]:
     files = (p for p in (ROOT / folder).rglob("*") if p.is_file() and "__pycache__" not in p.parts)
     wanted = {".py"} | (PROFILE_DATA if folder == "profiles" else set())
     return {
-        str(p.relative_to(ROOT / folder)) for p in files if p.suffix in wanted or p.name in ("py.typed", "cards.json")
+        str(p.relative_to(ROOT / folder))
+        for p in files
+        if p.suffix in wanted or p.name in ("py.typed", "cards.json") or p.parent.name == "shapes"
     }
 
 
