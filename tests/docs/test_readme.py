@@ -53,6 +53,26 @@ def test_blocks_run(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "my-model.safetensors").exists()
 
 
+def test_the_benchmark_command_runs(tmp_path, monkeypatch):
+    """As it stands in the README and on the page of the command line, but for smaller shapes and settings."""
+    for needed in ("typer", "transformers"):
+        pytest.importorskip(needed)
+    from typer.testing import CliRunner
+
+    from fasa_compile.cli import app
+
+    pages = [(ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/cli.md")]
+    (command,) = {line for page in pages for line in re.findall(r"^fasa-compile (bench .*)$", page, flags=re.M)}
+    for given, small in (("llama-3.1-8b", "smollm2-135m"), ("--layers 4", "--layers 1"), ("8k,32k,64k", "64,128")):
+        assert given in command
+        command = command.replace(given, small)
+    monkeypatch.chdir(tmp_path)
+    small = ["--n-fac", "24", "--steps", "1", "--inner", "eager", "--device", "cpu"]
+    done = CliRunner().invoke(app, [*command.split(), *small])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "bench.svg").read_text(encoding="utf-8").count("<polyline") == 3
+
+
 def test_links_lead_somewhere():
     for page in [
         ROOT / "README.md",
