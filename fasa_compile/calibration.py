@@ -131,7 +131,7 @@ def _forward(model: nn.Module, token_ids: Tensor) -> Any:
     ``model`` may be what ``torch.compile`` made of one, whose own signature is ``(*args, **kwargs)``. A model of transformers is
     given a cache that keeps nothing (``prefill_cache``); else the cache is left to the model.
     """
-    inner = getattr(model, "_orig_mod", model)
+    inner: Any = getattr(model, "_orig_mod", model)
     takes = inspect.signature(_original_forward(inner)).parameters
     given: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
     name = next((name for name in ("cache", "past_key_values") if name in takes), None)
