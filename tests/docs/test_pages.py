@@ -15,7 +15,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "end_to_end"))
+sys.path[:0] = [str(ROOT / "tests" / "end_to_end"), str(ROOT / "tests" / "cli")]
 
 from models import backend, cache_for, decode, llama_profile, tiny_llama  # noqa: E402
 
@@ -47,16 +47,17 @@ def test_every_page_is_in_the_navigation():
     assert {page.name for page in PAGES} == set(re.findall(r": ([\w-]+\.md)$", nav, flags=re.M))
 
 
-def test_blocks_run(tmp_path, monkeypatch, capsys):
-    """In the order of the navigation, in one namespace, compiled by the eager inner compiler."""
+@pytest.fixture
+def eager_in(tmp_path, monkeypatch):
+    """A folder to write in, and the eager inner compiler where no other is asked for."""
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        fasa_compile.fasa_backend, "__kwdefaults__", fasa_compile.fasa_backend.__kwdefaults__ | {"inner": "eager"}
-    )
-    monkeypatch.setattr(
-        fasa_compile.generate, "__kwdefaults__", fasa_compile.generate.__kwdefaults__ | {"inner": "eager"}
-    )
+    for call in (fasa_compile.fasa_backend, fasa_compile.generate):
+        monkeypatch.setattr(call, "__kwdefaults__", call.__kwdefaults__ | {"inner": "eager"})
+
+
+def test_blocks_run(eager_in, capsys):
+    """In the order of the navigation, in one namespace."""
     names: dict[str, Any] = {"model": tiny_llama(layers=1), "token_ids": IDS}
     names["model"].generation_config.eos_token_id = None
     ran = 0
@@ -67,6 +68,30 @@ def test_blocks_run(tmp_path, monkeypatch, capsys):
     assert ran == 4
     assert fasa_compile.stats()["sparse_steps"] == 6
     assert capsys.readouterr().out.count("1 of 1 attention sites decode sparsely") >= 3
+
+
+def test_blocks_that_take_more_run(eager_in):
+    """Those of other pages, with what their text says is given: a tokenizer and a text, a driver, a long cache cut short. Those of
+    docs/distributed.md take several processes: tests/distributed runs such programs."""
+    pytest.importorskip("hypothesis")
+    from tiny_folder import byte_tokenizer
+
+    import correctness_in_ci as example
+
+    model, tokenizer = tiny_llama(layers=1, vocab_size=260), byte_tokenizer()
+    Path("some-text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 4, encoding="utf-8")
+    names: dict[str, Any] = {"torch": torch, "model": model, "tokenizer": tokenizer}
+    names |= {"make_my_model": example.make, "MyDriver": example.OwnDriver}
+    names |= {"token_ids": IDS % 260, "token": IDS[:, :1] % 260}
+    ran = 0
+    for page in ("profiles/README.md", "docs/testing.md", "docs/offload.md"):
+        text = (ROOT / page).read_text(encoding="utf-8").replace("524288", "512")
+        with torch.no_grad():
+            for block in re.findall(r"```python\n(.*?)```", text, flags=re.S):
+                exec(compile(block, page, "exec"), names)
+                ran += 1
+    assert ran == 6
+    assert fasa_compile.stats()["sparse_steps"] > 0
 
 
 def test_the_site_builds(tmp_path):

@@ -213,6 +213,39 @@ def test_weights_in_int8():
     assert len(profile.layers) == 2
 
 
+@pytest.mark.parametrize(
+    "how, breaks",
+    [
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}, False),
+        ({"load_in_8bit": True, "llm_int8_threshold": 0.0}, False),
+        ({"load_in_8bit": True}, True),
+    ],
+    ids=["nf4", "int8 without outliers", "int8"],
+)
+def test_weights_of_bitsandbytes(tmp_path, how, breaks):
+    """LLM.int8() takes columns with outliers out, as many as there are: Dynamo breaks the graph there unless it is told to go on."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    tiny_llama(layers=2).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=BitsAndBytesConfig(**how), device_map="cpu", dtype=torch.float32
+    )
+    expected = model.generate(IDS[:1], **HOW)
+    if breaks:
+        with pytest.warns(fasa_compile.FasaWarning, match="unknown-layer"):
+            found = generate(
+                model, IDS[:1], profile=llama_profile(2), inner="eager", backend={"check_weights": False}, **HOW
+            )
+        assert torch.equal(found, expected) and fasa_compile.stats()["sparse_steps"] == 0
+        torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=breaks):
+        assert torch.equal(ours(model, IDS[:1]), expected)
+        assert fasa_compile.stats()["sparse_steps"] == 7
+        torch._dynamo.reset()
+        assert len(fasa_compile.calibrate(model, IDS[:1], progress=False).layers) == 2
+
+
 def test_an_adapter_of_peft():
     peft = pytest.importorskip("peft")
     model = tiny_llama(layers=2)
