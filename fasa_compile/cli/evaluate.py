@@ -47,7 +47,10 @@ def evaluate(
     ] = None,
     tasks: Annotated[
         Path | None,
-        typer.Option(help="A file of questions to answer: JSON lines of LongBench, MATH-500 or AIME 2024."),
+        typer.Option(
+            help="A file of questions to answer: JSON lines of LongBench, MATH-500 or AIME 2024. hub: Hugging Face's copy.",
+            metavar="FILE|hub",
+        ),
     ] = None,
     kind: Annotated[str, typer.Option(help="What --tasks has: longbench, math500 or aime24.")] = "longbench",
     first: Annotated[int | None, typer.Option(min=1, help="Only so many of the questions.")] = None,
@@ -69,6 +72,7 @@ def evaluate(
     from fasa_compile.errors import ModelError
     from fasa_compile.evaluation import evaluate as run
     from fasa_compile.evaluation import plot as draw
+    from fasa_compile.tasks import hub
     from fasa_compile.tasks import load as load_tasks
 
     if last >= tokens - 1:
@@ -77,7 +81,8 @@ def evaluate(
     if facts_at[-1] > tokens:
         raise typer.BadParameter(f"--lengths: expected at most --tokens = {tokens}, found {facts_at[-1]}")
     try:
-        questions = load_tasks(tasks, kind)[:first] if tasks else []
+        asked = None if tasks is None else hub(kind) if str(tasks) == "hub" else load_tasks(tasks, kind)
+        questions = (asked or [])[:first]
     except ValueError as problem:
         raise typer.BadParameter(f"--tasks: {problem}") from None
     found, place, compiler = loading.source(model), pick_device(device), pick_inner(inner)

@@ -397,7 +397,7 @@ def panels(svg: str) -> dict[str, dict[str, tuple[float, list[float]]]]:
     return found
 
 
-def test_eval_compares_with_dense(home, tmp_path):
+def test_eval_compares_with_dense(home, tmp_path, monkeypatch):
     record, picture = tmp_path / "eval.json", tmp_path / "eval.svg"
     given = ("eval", home.model, "--text", home.text, "-p", home.profile, "--tokens", 200, "--inner", "eager")
     questions = tmp_path / "questions.jsonl"
@@ -407,6 +407,12 @@ def test_eval_compares_with_dense(home, tmp_path):
     short = (*given, "--last", 6)
     run(*short, "--tasks", questions, code=2)  # its second line is no question
     run(*short, "--tasks", questions, "--kind", "riddles", code=2)
+    for datasets, code, message in (
+        (SimpleNamespace(load_dataset=lambda name, *_, **__: [{"problem": name}]), 2, "HuggingFaceH4/MATH-500"),
+        (None, 1, "datasets is not installed"),
+    ):
+        monkeypatch.setitem(sys.modules, "datasets", datasets)
+        assert message in run(*short, "--tasks", "hub", "--kind", "math500", code=code).err
     questions.write_text(questions.read_text().splitlines()[0])
     done = run(*short, "--n-fac", 24, "--stretches", 2, "--tasks", questions, "--out", record, "--plot", picture)
     found = json.loads(record.read_text())
