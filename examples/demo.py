@@ -30,7 +30,7 @@ QUESTION = "What is the secret code of the lighthouse? Answer in one short sente
 ANSWER = "71948"
 
 
-def arguments() -> argparse.Namespace:
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", type=int, default=3000, help="length of the prompt")
@@ -38,7 +38,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--n-fac", type=int, default=128, help="tokens attended to per KV head and step")
     parser.add_argument("--n-tip", type=int, help="frequency chunks that score the tokens (default: half of the 32)")
     parser.add_argument("--inner", choices=("inductor", "eager"), help="default: inductor where it can compile")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def prompt(tokenizer: Any, story: str, length: int) -> Tensor:
@@ -138,8 +138,8 @@ def timed(what: str, since: float) -> None:
     print(f"[{time.perf_counter() - since:6.1f} s] {what}", flush=True)
 
 
-def main() -> None:
-    args = arguments()
+def main(arguments: list[str] | None = None) -> None:
+    args = parsed(arguments)
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(min(torch.get_num_threads(), os.cpu_count() or 1))
     start = time.perf_counter()

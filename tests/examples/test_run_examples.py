@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,6 +13,7 @@ import fasa_compile
 import read_report
 import regional
 
+sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("end_to_end", "cli")]
 SMALL = ["--inner", "eager"]
 
 
@@ -20,6 +24,27 @@ def test_quickstart(capsys):
     quickstart.main(["--tiny", "--new-tokens", "4", "--n-fac", "64", *SMALL])
     assert "2 of 2 attention sites decode sparsely" in capsys.readouterr().out
     assert fasa_compile.stats()["sparse_steps"] == 3
+
+
+def test_the_question_about_a_long_document(capsys, monkeypatch):
+    """The demo, with a tiny random model in place of SmolLM2: what it says of the run, not what the model answers."""
+    pytest.importorskip("transformers")
+    from models import tiny_llama
+    from tiny_folder import byte_tokenizer
+
+    import demo
+
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    model = tiny_llama(layers=1, vocab_size=260)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    monkeypatch.setattr(demo.smollm2, "fetch", lambda: None)
+    monkeypatch.setattr(demo.smollm2, "load", lambda *_: (model, tokenizer))
+    demo.main(["--tokens", "500", "--new-tokens", "5", "--n-fac", "64", "--device", "cpu", *SMALL])
+    printed = capsys.readouterr().out
+    assert "tokens of story, among them: The secret code of the lighthouse is 71948." in printed
+    # Four steps after a prompt's token, of the answer and of the text that is read.
+    assert "1 of 1 layers decode sparsely; 8 sparse steps" in printed
 
 
 def test_custom_model(capsys):
