@@ -160,7 +160,9 @@ class PeerMemoryError(RuntimeError):
     """The processes of a group cannot write each other's memory."""
 
 
-_workspaces: dict[str, Workspace] = {}
+_workspaces: dict[
+    str, tuple[Any, Workspace]
+] = {}  # by the group's name: the group, since names are used again, and its own
 
 
 def workspace(group: str) -> Workspace:
@@ -168,7 +170,8 @@ def workspace(group: str) -> Workspace:
 
     Raises ``PeerMemoryError`` where they are too many, on several hosts, or on GPUs without access to each other.
     """
-    if group not in _workspaces:
+    processes = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type, attr-defined]
+    if group not in _workspaces or _workspaces[group][0] is not processes:
         if torch.cuda.is_current_stream_capturing():
             raise PeerMemoryError("run the step once before a CUDA graph is captured: its first call allocates")
         # On a thread of its own: while a CUDA graph warms up, this thread's allocations go to the graph's pool.
@@ -177,27 +180,27 @@ def workspace(group: str) -> Workspace:
 
         def make() -> None:
             try:
-                made.append(_make(group, device))
+                made.append(_make(processes, device))
             except Exception as problem:
                 made.append(problem)
 
         maker = threading.Thread(target=make)
         maker.start()
         maker.join()
-        if isinstance(made[0], Exception):
+        (result,) = made
+        if isinstance(result, Exception):
             raise PeerMemoryError(
-                f"the processes of group {group!r} cannot exchange through each other's memory ({made[0]}): they must be at most "
+                f"the processes of group {group!r} cannot exchange through each other's memory ({result}): they must be at most "
                 f"{MOST_RANKS}, on one host, on GPUs with access to each other (nvidia-smi topo -p2p r). Leave peer_memory out"
-            ) from made[0]
-        _workspaces[group] = made[0]
-    return _workspaces[group]
+            ) from result
+        _workspaces[group] = processes, result
+    return _workspaces[group][1]
 
 
-def _make(group: str, device: int) -> Workspace:
+def _make(processes: dist.ProcessGroup, device: int) -> Workspace:
     import torch.distributed._symmetric_memory as symmetric
 
     torch.cuda.set_device(device)
-    processes = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type, attr-defined]
     rank, ranks = dist.get_rank(processes), dist.get_world_size(processes)
     if ranks > MOST_RANKS:
         raise ValueError(f"there are {ranks}")
@@ -227,10 +230,15 @@ def _make(group: str, device: int) -> Workspace:
 def exchange(x: Tensor, shared: Workspace, *, add: bool, send: bool = True, receive: bool = True) -> Tensor:
     """The sum of every process's ``x``, of the same shape, or with ``add=False`` all of them, ``[ranks, *x.shape]``.
 
-    ``x``: contiguous, of at most ``MOST_BYTES`` bytes, a multiple of 4; for a sum fp32, fp16 or bf16.
+    ``x``: contiguous, of at most ``MOST_BYTES`` bytes, a multiple of 4; for a sum fp32, fp16 or bf16. ``ValueError`` otherwise.
     """
     device = device_of(x)
-    words = x.numel() * x.element_size() // 4
+    size = x.numel() * x.element_size()
+    if not 0 < size <= MOST_BYTES or size % 4 or (add and x.dtype not in _TRITON):
+        raise ValueError(
+            f"cannot exchange {tuple(x.shape)} {x.dtype} through peers' memory: see MOST_BYTES, and fp32, fp16 or bf16 sums"
+        )
+    words = size // 4
     out = torch.empty_like(x) if add else x.new_empty((shared.ranks, *x.shape))
     with on_device(x):
         exchange_kernel[(triton.cdiv(words, BLOCK),)](

@@ -113,3 +113,48 @@ def test_a_compiled_graph_calls_the_operators(group: str, monkeypatch: pytest.Mo
     torch.testing.assert_close(got, step(x, w))
     assert ran == [2]
     assert {"fasa::peer_all_reduce", "fasa::peer_all_gather"} <= {e.key for e in seen.key_averages()}
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, capturing: bool = False) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+
+
+def test_a_workspace_belongs_to_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not to one of the same name that was destroyed, whose memory is gone."""
+    peers = pytest.importorskip("fasa_compile.triton_kernels.peers")
+    on_a_gpu(monkeypatch)
+    monkeypatch.setattr(peers, "_make", lambda processes, device: object())
+    found, names = [], []
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            names.append(str(dist.group.WORLD.group_name))
+            found.append(peers.workspace(names[-1]))
+            assert peers.workspace(names[-1]) is found[-1]
+        finally:
+            dist.destroy_process_group()
+    assert names[0] == names[1] and found[0] is not found[1]
+
+
+def test_what_is_wrong_is_said(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = pytest.importorskip("fasa_compile.triton_kernels.peers")
+    on_a_gpu(monkeypatch)
+
+    def fails(processes: Any, device: int) -> Any:
+        raise RuntimeError("no access")
+
+    monkeypatch.setattr(peers, "_make", fails)
+    with pytest.raises(peers.PeerMemoryError, match=r"cannot exchange .*no access.*Leave peer_memory out"):
+        peers.workspace(group)
+    on_a_gpu(monkeypatch, capturing=True)
+    with pytest.raises(peers.PeerMemoryError, match="run the step once before a CUDA graph is captured"):
+        peers.workspace(group)
+    for x, add in (
+        (torch.ones(peers.MOST_BYTES), False),
+        (torch.ones(3, dtype=torch.bfloat16), True),
+        (torch.ones(4, dtype=torch.int32), True),
+        (torch.ones(0), True),
+    ):
+        with pytest.raises(ValueError, match="cannot exchange"):
+            peers.exchange(x, object(), add=add)

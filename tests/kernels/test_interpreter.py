@@ -416,3 +416,11 @@ def test_exchanges_through_peers_memory(ranks: int) -> None:
             assert all(torch.equal(bytes_of(g), bytes_of(expected)) for g in got)
         assert numbers[:, 0].tolist() == [2 * (round + 1)] * ranks
     assert numbers[0, 1].item() == 4  # two of the sizes need a second program
+    # One process is done and sends the next exchange's words before another has read this one's: both are there.
+    x = torch.ones(6)
+    for space in spaces:
+        peers.exchange(x, space, add=True, receive=False)
+    peers.exchange(x, spaces[0], add=True, send=False)
+    peers.exchange(x, spaces[0], add=True, receive=False)
+    last = int(numbers[1, 0])
+    assert {last + 1, last + 2} <= set((memory[1, :, 0] >> 32).flatten().tolist())

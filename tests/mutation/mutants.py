@@ -1300,6 +1300,32 @@ add = breaks("fasa_compile/local_weights.py", "internals/test_local_weights.py")
 add("weights that are trained enter as plain tensors", "{} if torch.is_grad_enabled() else ", "")
 add("a weight's shards are taken for the whole", "local, mesh, placements,", "local, mesh, None,")
 
+PEERS = "internals/test_peer_memory.py"
+add = breaks("fasa_compile/peer_memory.py", PEERS)
+add("tensors on the host go through the GPUs' memory", "return x.is_cuda", "return True")
+add("collectives of any size are replaced", "0 < size <= MOST_BYTES", "0 < size")
+add("the largest of all is summed", 'node.args[1] != "sum"', "False")
+add("any number of processes exchange", "_ranks(str(node.args[2])) <= MOST_RANKS", "True")
+add("a pass of the user's is dropped", "            self.before(graph)\n", "            pass\n")
+add("the node says what a wait's arguments were", 'for name in ("val", "stack_trace")', "for name in wait.meta")
+
+add = breaks("triton_kernels/peers.py", f"{INTERPRETER}::test_exchanges_through_peers_memory")
+add("every exchange uses the same half", "(number & 1).to(tl.int64)", "(number * 0).to(tl.int64)")
+add(
+    "a process's numbers go where its neighbour's belong",
+    "at + RANK * CAPACITY, labelled",
+    "at + (1 - RANK) * CAPACITY, labelled",
+)
+add("the high half of a word is lost", "(word >> 16).to(tl.int16).to(DTYPE", "word.to(tl.int16).to(DTYPE")
+add("exchanges are not counted", "tl.store(numbers + program, number)", "tl.store(numbers + program, number - 1)")
+add(
+    "a group's memory outlives it",
+    " or _workspaces[group][0] is not processes",
+    "",
+    f"{PEERS}::test_a_workspace_belongs_to_its_group",
+)
+add("too much is exchanged", "not 0 < size <= MOST_BYTES or", "not 0 < size or", f"{PEERS}::test_what_is_wrong_is_said")
+
 add = breaks("fasa_compile/placement.py", f"{ECOSYSTEM}::test_a_device_map_over_several_devices")
 add("hooks are put on twice", "if not any(hasattr", "if False and not any(hasattr")
 add("weights on the host are overlooked", "if p.is_meta})", "if False})")
