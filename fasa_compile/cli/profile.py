@@ -54,6 +54,25 @@ def _strip(fcs: Sequence[Sequence[int]], n_fc: int) -> str:
     return "".join(_BARS[round(value * 8)] for value in joined)
 
 
+#: Statistics of a layer that say how much of its set another text would have chosen, and what that text is.
+_STABILITY = {
+    "stability": "the two halves of the calibration text",
+    "stability_length": "half of that text and the whole",
+}
+
+
+def _stability(profile: FCProfile) -> list[str]:
+    """A line for each of ``_STABILITY`` that the profile has: the mean over its sparse layers, and the least."""
+    lines = []
+    for name, texts in _STABILITY.items():
+        shares = {p.layer: p.stats[name] for p in profile.layers if name in p.stats and not p.dense}
+        if shares:
+            least = min(shares, key=shares.__getitem__)
+            mean = sum(shares.values()) / len(shares)
+            lines.append(f"{texts} share {mean:.2f} of their frequencies, least {shares[least]:.2f} in {least}")
+    return lines
+
+
 def profile_table(profile: FCProfile) -> Group:
     b = profile.budget
     head = (
@@ -85,7 +104,7 @@ def profile_table(profile: FCProfile) -> Group:
     foot = Text(
         "each mark: how many of a layer's KV heads chose that frequency, from none to all: " + _BARS[1:], style="dim"
     )
-    return Group(Text.from_markup(head), table, foot)
+    return Group(Text.from_markup(head), table, foot, *(Text(line, style="dim") for line in _stability(profile)))
 
 
 @command(profile_app, "show")

@@ -176,8 +176,13 @@ def test_a_skeleton_is_never_run_and_takes_no_memory(tmp_path):
 def test_profile_show(home):
     shown = run("profile", "show", home.profile, "--json").json
     assert [row["n_tip"] for row in shown["layers"]] == [8, 8] and shown["fc_format"] == "int4"
+    text = run("profile", "show", home.profile).out
+    for name, texts in (("stability", "calibration text"), ("stability_length", "half of that text and the whole")):
+        share, layer = min((row["stats"][name], row["layer"]) for row in shown["layers"])
+        mean = sum(row["stats"][name] for row in shown["layers"]) / 2
+        assert f"{texts} share {mean:.2f} of their frequencies, least {share:.2f} in {layer}" in text
     text = run("profile", "show", "smollm2-135m-instruct-q4_1").out
-    assert text.count("model.layers.") == 30 and "9/3 x 64" in text
+    assert len(re.findall(r"^model\.layers\.", text, flags=re.M)) == 30 and "9/3 x 64" in text
 
 
 def test_profile_diff(home, tmp_path):
