@@ -3,11 +3,13 @@ one that can be met."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +215,42 @@ def _cli_without_tokenizer() -> None:
         _cli("generate", folder, "--prompt", "x", "--dense", "--inner", "eager")
 
 
+@contextlib.contextmanager
+def _process_group() -> Iterator[None]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _two_processes_that_differ() -> None:
+    from fasa_compile import sharding
+
+    with _process_group():
+        ranks = (0, 1)
+        key = f"fasa_compile/0-1/{sharding._met[ranks] + 1}/1"
+        torch.distributed.distributed_c10d._get_default_store().set(
+            key, json.dumps({"compiles or makes": "a graph", "budget": "32"})
+        )
+        sharding.meet(ranks, 0, "tensor-parallel", "a graph", {"budget": "24"})
+
+
+def _without_peer_access() -> None:
+    peers = pytest.importorskip("fasa_compile.triton_kernels.peers")
+
+    def refused(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    with _process_group(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(peers, "_make", refused)
+        peers.workspace(str(torch.distributed.group.WORLD.group_name))
+
+
 TRIGGERS: dict[str, Callable[[], None]] = {
     "this backend has seen no graph yet": _no_graph,
     "a fasa backend was made and saw no decode step with a cache": _prompts_alone,
@@ -231,6 +269,11 @@ TRIGGERS: dict[str, Callable[[], None]] = {
     "the first step of a rewritten graph failed": _first_step_fails,
     "dense_below: expected a number of tokens": lambda: _step(dense_below=-1),
     "of host memory and": _too_long_for_the_host,
+    "of a tensor-parallel group differ in": _two_processes_that_differ,
+    "peer_memory needs inner='inductor'": lambda: (
+        fasa_compile.fasa_backend("all", inner="eager", peer_memory=True) and None
+    ),
+    "cannot exchange through each other's memory": _without_peer_access,
     "expected a model folder, a .gguf file or a config.json": _cli_with_a_text,
     "there is no such file or folder": lambda: _cli("explain", "nowhere"),
     "found no tokenizer beside the model": _cli_without_tokenizer,
