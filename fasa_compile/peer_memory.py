@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from fasa_compile.triton_kernels.ops import KERNEL_VERSION
 
@@ -26,23 +26,21 @@ _SUMMED = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class ThroughPeers(CustomGraphPass):
-    """Inductor's ``post_grad_custom_pre_pass``, after one that the user may have given."""
+    """Inductor's ``post_grad_custom_pre_pass``, after those that the user may have given."""
 
-    def __init__(self, before: Callable[[fx.Graph], Any] | None = None) -> None:
+    def __init__(self, *before: Callable[[fx.Graph], Any]) -> None:
         self.before = before
 
     def __call__(self, graph: fx.Graph) -> None:
-        if self.before is not None:
-            self.before(graph)
+        for theirs in self.before:
+            theirs(graph)
         replaced = replace_collectives(graph)
         log.info("%d collectives go through the GPUs' memory", replaced)
 
     def uuid(self) -> Any:
-        """What compiled graphs are cached by; None, no caching, where the user's pass has nothing to tell it by."""
-        theirs: Any = ""
-        if self.before is not None:
-            theirs = self.before.uuid() if isinstance(self.before, CustomGraphPass) else None
-        return None if theirs is None else (__name__, KERNEL_VERSION, theirs)
+        """What compiled graphs are cached by; None, no caching, where a pass of the user's has nothing to tell it by."""
+        theirs = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.before]
+        return None if None in theirs else (get_hash_for_files((__file__,)), KERNEL_VERSION, *theirs)
 
 
 def replace_collectives(graph: fx.Graph) -> int:
@@ -92,4 +90,6 @@ def _ranks(group: str) -> int:
 def with_peer_memory(options: dict[str, Any]) -> dict[str, Any]:
     """Inductor's ``options`` with the pass among them."""
     name = "post_grad_custom_pre_pass"
-    return {**options, name: ThroughPeers(options.get(name))}
+    given = options.get(name)
+    before = given if isinstance(given, list | tuple) else [] if given is None else [given]
+    return {**options, name: ThroughPeers(*before)}

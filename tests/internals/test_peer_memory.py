@@ -75,9 +75,11 @@ def test_too_many_processes_stay_with_the_process_group(group: str, monkeypatch:
     assert replace_collectives(graph_of(fake(4, 8), C10D.all_reduce.default, "sum", group)) == 0
 
 
-def test_a_pass_of_the_users_runs_first() -> None:
-    ran = []
-    options = with_peer_memory({"post_grad_custom_pre_pass": ran.append, "max_autotune": True})
+@pytest.mark.parametrize("several", [False, True])
+def test_a_pass_of_the_users_runs_first(several: bool) -> None:
+    ran: list[fx.Graph] = []
+    given: Any = [ran.append] if several else ran.append
+    options = with_peer_memory({"post_grad_custom_pre_pass": given, "max_autotune": True})
     chained = options["post_grad_custom_pre_pass"]
     empty = fx.Graph()
     chained(empty)

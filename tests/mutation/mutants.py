@@ -1306,7 +1306,7 @@ add("tensors on the host go through the GPUs' memory", "return x.is_cuda", "retu
 add("collectives of any size are replaced", "0 < size <= MOST_BYTES", "0 < size")
 add("the largest of all is summed", 'node.args[1] != "sum"', "False")
 add("any number of processes exchange", "_ranks(str(node.args[2])) <= MOST_RANKS", "True")
-add("a pass of the user's is dropped", "            self.before(graph)\n", "            pass\n")
+add("a pass of the user's is dropped", "            theirs(graph)\n", "            pass\n")
 add("the node says what a wait's arguments were", 'for name in ("val", "stack_trace")', "for name in wait.meta")
 
 add = breaks("triton_kernels/peers.py", f"{INTERPRETER}::test_exchanges_through_peers_memory")
