@@ -56,7 +56,7 @@ lint: $(VENV)/dev.stamp ## ruff: format check and lint
 types: $(VENV)/dev.stamp build/mapped ## mypy on the package
 	@$(BIN)/mypy
 
-# The package as the wheel lays it out, in links, for mypy.
+# The package as the wheel lays it out, in links, for mypy and the API page.
 .PHONY: build/mapped
 build/mapped:
 	@rm -rf $@ && mkdir -p $@/fasa_compile
@@ -127,7 +127,7 @@ test-gpu: ## the tests that need a CUDA device, with $(PYTHON) as it is
 # --- documentation -----------------------------------------------------------------------------------------------------
 
 .PHONY: docs
-docs: $(VENV)/docs.stamp ## the pages of docs/ as a site in build/site
+docs: $(VENV)/docs.stamp build/mapped ## the pages of docs/ as a site in build/site
 	@$(BIN)/python -m mkdocs build --quiet
 	@echo "build/site/index.html"
 

@@ -96,9 +96,19 @@ def test_blocks_that_take_more_run(eager_in):
     assert fasa_compile.stats()["sparse_steps"] > 0
 
 
+def test_the_api_page_has_every_public_name():
+    pytest.importorskip("transformers")
+    named = set(re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), flags=re.M))
+    for name in fasa_compile.__all__:
+        module = getattr(fasa_compile, name).__module__
+        assert {module, f"{module}.{name}"} & named, name
+
+
 def test_the_site_builds(tmp_path):
     for needed in ("mkdocs", "material", "mkdocstrings"):
         pytest.importorskip(needed)
+    if not (ROOT / "build" / "mapped").exists():
+        subprocess.run(["make", "-s", "build/mapped"], cwd=ROOT, check=True)
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
