@@ -48,8 +48,13 @@ def test_shapes_that_ship_and_a_file_of_that_name_that_comes_first(tmp_path: Pat
         model = loading.random_model(shapes, "meta")
     assert sum(p.numel() for p in model.parameters()) == 8_030_261_248  # what its card says
     assert loading.configuration(loading.source("smollm2-135m")).num_hidden_layers == 3
-    with pytest.raises(ModelError, match=r"shapes that ship: llama-3\.1-8b, smollm2-135m$"):
+    with pytest.raises(ModelError, match=r"shapes that ship: llama-3\.1-8b, smollm2-135m$") as refused:
         loading.source("llama-3.1-7b")
+    pytest.importorskip("typer")
+    from fasa_compile.cli.app import MODEL
+
+    (option,) = MODEL.__metadata__  # written out there: help takes no torch
+    assert option.help.endswith(str(refused.value).rpartition(", or ")[2] + ".")
 
 
 def test_an_architecture_that_nobody_knows(tmp_path: Path) -> None:
