@@ -12,7 +12,9 @@ of the package. ``run_quality.py`` measures the compiled path, token by token; t
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
+import itertools
 import json
 import math
 import sys
@@ -101,14 +103,22 @@ class Calibrated:
 
 
 OURS = "ours"
-#: Of these, pass keys are asked for.
-SHORT = (
+#: Kinds of facts -> what the record calls them.
+FACTS = {"passkey": "pass_keys", "key_value": "key_values"}
+#: Of these, facts are asked for: one of each kind of method.
+ASKED = (
     "dense",
     OURS,
     "ours, one budget for every layer",
     "oracle top-k",
+    "paper (CA)",
+    "paper's code: pairs (2i, 2i+1)",
+    "Quest",
+    "SnapKV",
+    "StreamingLLM",
     "SparQ",
     "Double Sparsity",
+    "random FCs",
 )
 #: Of these, the record has the attention mass that each layer lost.
 BY_LAYER = (
@@ -277,14 +287,19 @@ def evaluate(
 
 @torch.no_grad()
 def digits(
-    h: one_pass.Harness, tokenizer: Any, filler: Iterable[Tensor], keys: int, compared: dict[str, ts.Method]
+    h: one_pass.Harness,
+    tokenizer: Any,
+    filler: Iterable[Tensor],
+    keys: int,
+    compared: dict[str, ts.Method],
+    kind: str = "passkey",
 ) -> dict[str, Any]:
-    """Share of pass-key digits predicted, by method: ``keys`` questions in all, ``CITIES_PER_TEXT`` a text."""
+    """Share of digits of facts of a ``kind`` predicted, by method: ``keys`` questions in all, ``CITIES_PER_TEXT`` a text."""
     device = next(h.model.parameters()).device
     shares: dict[str, list[float]] = {name: [] for name in compared}
     pieces = list(filler)
     for seed in range(-(-keys // CITIES_PER_TEXT)):
-        hay = evaluation.haystack(tokenizer, pieces[seed % len(pieces)], CITIES_PER_TEXT, seed)
+        hay = evaluation.haystack(tokenizer, pieces[seed % len(pieces)], CITIES_PER_TEXT, seed, kind)
         cache = one_pass.prefill(h, hay.text[0].to(device))
         asked = [torch.cat([q, a[:-1]]) for q, a in zip(hay.questions, hay.answers, strict=True)]
         blocks = torch.repeat_interleave(torch.arange(len(asked)), torch.tensor([len(a) for a in asked]))
@@ -341,7 +356,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--methods", nargs="*", help="only these, beside dense and ours")
     parser.add_argument("--n-sink", type=int)
     parser.add_argument("--n-recent", type=int)
-    parser.add_argument("--passkeys", type=int, default=200, help="questions at 2k and again at 4k; 0 leaves them out")
+    parser.add_argument(
+        "--passkeys", type=int, default=200, help="questions of each kind and length; 0 leaves them out"
+    )
+    parser.add_argument(
+        "--key-lengths", type=int, nargs="+", default=[2048, 4096], help="tokens of the texts that hold facts"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--merge", type=Path, nargs="+", help="only join the records of several runs, and write --out")
     parser.add_argument("--out", type=Path)
@@ -431,15 +451,14 @@ def main(argv: list[str] | None = None) -> None:
                 entry |= {"last": args.last, "methods": scores, "lost": lost}
                 save()
             if args.passkeys and n_fac == args.n_fac[0]:
-                few = {name: compared[name] for name in SHORT if name in compared}
-                for length in (2048, 4096):
+                few = {name: compared[name] for name in ASKED if name in compared}
+                for length, (kind, field) in itertools.product(args.key_lengths, FACTS.items()):
                     filler = [t[:length] for t in texts["fiction"]]
-                    found_digits = clock(
-                        f"pass keys at {length}", lambda f=filler, c=few: digits(h, tokenizer, f, args.passkeys, c)
-                    )
+                    ask = functools.partial(digits, h, tokenizer, filler, args.passkeys, few, kind)
+                    found_digits = clock(f"{kind} at {length}", ask)
                     for method, d in found_digits.items():
                         print(f"  {method:44s} {d['digits']:.3f}  {d['below_dense']:+.3f} below dense")
-                    entry[f"pass_keys_{length}"] = found_digits
+                    entry[f"{field}_{length}"] = found_digits
                     save()
     print(f"record: {out}")
 

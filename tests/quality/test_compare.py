@@ -157,6 +157,7 @@ def test_every_method_keeps_to_the_budget(model: Any) -> None:
                 return chosen
 
             one_pass.forced(h, cache, LENGTH - 9, ids[0, -9:], replace(method, select=counted))
+    assert set(compare.ASKED) - {"dense"} <= set(most)
     by_layer = {
         compare.OURS,
         *(f"ours, FC cache in {x}" for x in ("bf16", "fp8", "int8")),
