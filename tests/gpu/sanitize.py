@@ -10,9 +10,11 @@ one that follows it, with a mask, freshly written rows and a row whose length is
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from fasa_compile.testing.steps import check_sharded_step, make_case
+from fasa_compile.testing.steps import Case, check_sharded_step, make_case
 from fasa_compile.triton_kernels import bounds, dense_decode, hot_slots, pack, peers, sparse_decode
 
 
@@ -26,9 +28,7 @@ def main() -> None:
         case = make_case(
             fmt, **{"G": 4, "L": 1501, "D": 128, "DV": 128, "n_fac": 100, "dtype": torch.float16, **options}
         )  # type: ignore[arg-type]
-        q, k, v, norm = (x.cuda() for x in (case.q, case.k, case.v, case.norm))  # type: ignore[union-attr]
-        cache = [x if x is None else x.cuda() for x in case.cache]
-        mask = case.mask if case.mask is None else case.mask.cuda()
+        (q, k, v), cache, (norm, mask) = on_gpu(case)
         hint = torch.zeros(2, 2, 2).cuda()
         slots = None if cache[0] is None else torch.tensor([[7], [1400]]).cuda()
         for _ in range(2):
@@ -48,6 +48,13 @@ def main() -> None:
     print(f"{steps} sparse steps")
 
 
+def on_gpu(case: Case) -> tuple[list[Any], list[Any], list[Any]]:
+    """``q, k, v``, the packed FC cache and its constants, and ``norm, mask``."""
+    groups = (case.q, case.k, case.v), case.cache, (case.norm, case.mask)
+    moved = ([x if x is None else x.cuda() for x in group] for group in groups)
+    return next(moved), next(moved), next(moved)
+
+
 def hot_buffer() -> None:
     """Three steps through a buffer too small for a step, K and V on the GPU: from where rows are fetched is all one to the kernel."""
     case = make_case("int4", B=2, G=4, L=1501, D=128, DV=128, W=64, n_fac=100, mask="lengths", dtype=torch.float16)
@@ -56,8 +63,7 @@ def hot_buffer() -> None:
         torch.zeros(shape, dtype=dtype).cuda()
         for shape, dtype in hot_slots.hot_spec(2, 2, size, 128, 128, torch.float16)
     ]
-    q, k, v, norm, mask = (x.cuda() for x in (case.q, case.k, case.v, case.norm, case.mask))  # type: ignore[union-attr]
-    cache = [x if x is None else x.cuda() for x in case.cache]
+    (q, k, v), cache, (norm, mask) = on_gpu(case)
     hint, slots = torch.zeros(2, 2, 2).cuda(), torch.tensor([[7], [1400]]).cuda()
     for _ in range(3):
         out = sparse_decode.sparse_decode(q, k, v, *cache, norm, mask, None, slots, hint, *state, **case.how)
@@ -66,8 +72,7 @@ def hot_buffer() -> None:
 
 def several_tokens() -> None:
     case = make_case("int4", S=3, G=4, L=1501, D=128, DV=128, W=64, n_fac=100, mask="lengths", dtype=torch.float16)
-    q, k, v, norm, mask = (x.cuda() for x in (case.q, case.k, case.v, case.norm, case.mask))  # type: ignore[union-attr]
-    cache = [x if x is None else x.cuda() for x in case.cache]
+    (q, k, v), cache, (norm, mask) = on_gpu(case)
     hint = torch.zeros(2, 2, 2).cuda()
     for _ in range(2):
         out = sparse_decode.sparse_decode(q, k, v, *cache, norm, mask, None, None, hint, **case.how)
