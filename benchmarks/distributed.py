@@ -373,7 +373,7 @@ def exchanges(sizes: Sizes, device: torch.device) -> dict[str, Any]:
         return total
 
     def by_peers(x: Tensor) -> Tensor:
-        total: Tensor = torch.ops.fasa.peer_all_reduce(x, group, ops.KERNEL_VERSION)
+        total: Tensor = torch.ops.fasa.peer_all_reduce(x, group, version=ops.KERNEL_VERSION)
         return total
 
     ways: dict[str, Callable[[Tensor], Tensor]] = {

@@ -16,12 +16,10 @@ import torch.distributed as dist
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from fasa_compile.triton_kernels.ops import KERNEL_VERSION
+from fasa_compile.triton_kernels.ops import KERNEL_VERSION, MOST_BYTES, MOST_RANKS
 
 log = logging.getLogger("fasa_compile")
 
-#: As in ``triton_kernels.peers``, which needs triton.
-MOST_BYTES, MOST_RANKS = 256 << 10, 8
 _SUMMED = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -50,14 +48,13 @@ def replace_collectives(graph: fx.Graph) -> int:
         collective = wait.args[0]
         if not isinstance(collective, fx.Node) or len(collective.users) != 1 or not _is_small(collective):
             continue
-        x, version = collective.args[0], KERNEL_VERSION
-        how: tuple[Callable[..., Any], tuple[Any, ...]]
+        x, *how = collective.args  # a sum and the group, or the number of processes and the group
         if collective.target is c10d.all_reduce.default:
-            how = torch.ops.fasa.peer_all_reduce.default, (x, collective.args[2], version)
+            peers, how = torch.ops.fasa.peer_all_reduce.default, how[1:]
         else:
-            how = torch.ops.fasa.peer_all_gather.default, (x, *collective.args[1:], version)
+            peers = torch.ops.fasa.peer_all_gather.default
         with graph.inserting_before(wait):
-            made = graph.call_function(*how)
+            made = graph.call_function(peers, (x, *how), {"version": KERNEL_VERSION})
         made.meta = {name: wait.meta[name] for name in ("val", "stack_trace") if name in wait.meta}
         wait.replace_all_uses_with(made)
         graph.erase_node(wait)

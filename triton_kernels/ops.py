@@ -34,6 +34,9 @@ from .tokens import four_dims, from_rows
 #: Raise it with every change of what a kernel computes or of how it is called.
 KERNEL_VERSION = 7
 
+#: Bytes that one process may contribute to ``peer_all_reduce`` and ``peer_all_gather``, and processes that may take part.
+MOST_BYTES, MOST_RANKS = 256 << 10, 8
+
 #: Columns of ``hint``: the last threshold and the width of a bin around it (base-2 log units of the keys).
 HINT_COLUMNS = 2
 
@@ -85,8 +88,8 @@ _LIBRARY.define(
     "shard_dense(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor bounds, *, float scale, float softcap, int version) -> Tensor",
     tags=_ANY_STRIDES,
 )
-_LIBRARY.define("peer_all_reduce(Tensor x, str group, int version) -> Tensor")
-_LIBRARY.define("peer_all_gather(Tensor x, int ranks, str group, int version) -> Tensor")
+_LIBRARY.define("peer_all_reduce(Tensor x, str group, *, int version) -> Tensor")
+_LIBRARY.define("peer_all_gather(Tensor x, int ranks, str group, *, int version) -> Tensor")
 _LIBRARY.define("gather_sequence(Tensor own, int rows, int rank, int ranks, str group) -> Tensor")
 
 
@@ -197,26 +200,14 @@ def _dense_decode_cuda(
     return dense_decode.dense_decode(q, k, v, mask, bounds, **how)
 
 
-def _all_reduce(x: Tensor, group: str, version: int) -> Tensor:
+def _all_reduce(x: Tensor, group: str) -> Tensor:
     c10d = torch.ops._c10d_functional
     total: Tensor = c10d.wait_tensor(c10d.all_reduce(x, "sum", group))
     return total
 
 
-def _all_gather(x: Tensor, ranks: int, group: str, version: int) -> Tensor:
+def _all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
     return sharded_decode.all_gather(x, ranks, group).flatten(0, 1)
-
-
-def _peer_all_reduce_cuda(x: Tensor, group: str, version: int) -> Tensor:
-    from . import peers
-
-    return peers.all_reduce(x, group)
-
-
-def _peer_all_gather_cuda(x: Tensor, ranks: int, group: str, version: int) -> Tensor:
-    from . import peers
-
-    return peers.all_gather(x, group)
 
 
 def _of_plain(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -242,8 +233,8 @@ for _name, _cpu, _cuda in (
     ("shard_candidates", _of_plain(sharded_decode.candidates), _of_kernels("shard", "candidates")),
     ("shard_attend", _of_plain(sharded_decode.attend), _of_kernels("shard", "attend")),
     ("shard_dense", _of_plain(sharded_decode.dense), _of_kernels("dense_decode", "dense_decode", shard=True)),
-    ("peer_all_reduce", _all_reduce, _peer_all_reduce_cuda),
-    ("peer_all_gather", _all_gather, _peer_all_gather_cuda),
+    ("peer_all_reduce", _of_plain(_all_reduce), _of_kernels("peers", "all_reduce")),
+    ("peer_all_gather", _of_plain(_all_gather), _of_kernels("peers", "all_gather")),
     ("gather_sequence", sharded_decode.gather_sequence, sharded_decode.gather_sequence),
 ):
     _LIBRARY.impl(_name, _cpu, "CPU")

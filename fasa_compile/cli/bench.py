@@ -89,8 +89,8 @@ def bench(
 ) -> None:
     """Prefill, step time, tokens per second and memory against the context: Hugging Face, our dense kernel, and sparse.
 
-    A config.json, or the name of one that ships, gives random weights of its shapes, which take as long as real ones. Without a profile frequencies are drawn at
-    random: times do not depend on them.
+    A config.json, or the name of one that ships, gives random weights of its shapes, which take as long as real ones. Without a
+    profile frequencies are drawn at random: times do not depend on them.
     """
     import torch
 

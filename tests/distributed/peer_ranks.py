@@ -42,8 +42,8 @@ def expected(x: Tensor, add: bool) -> Tensor:
 
 def exchanged(x: Tensor, add: bool) -> Tensor:
     if add:
-        return FASA.peer_all_reduce(x, group(), ops.KERNEL_VERSION)
-    return FASA.peer_all_gather(x, WORLD, group(), ops.KERNEL_VERSION)
+        return FASA.peer_all_reduce(x, group(), version=ops.KERNEL_VERSION)
+    return FASA.peer_all_gather(x, WORLD, group(), version=ops.KERNEL_VERSION)
 
 
 def numbers(folder: Path) -> dict[str, Any]:
