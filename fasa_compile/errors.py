@@ -28,7 +28,7 @@ class ModelError(FasaError, RuntimeError):
 
 
 class OffloadError(FasaError, RuntimeError):
-    """Memory for a KV cache on the host, or for its packed FC cache and hot buffer on the GPU, is not there or cannot be pinned."""
+    """Memory for a KV cache on the host, or for its packed FC cache and hot buffer on the GPU, is not there or cannot be mapped."""
 
 
 class FasaWarning(UserWarning):

@@ -1,20 +1,26 @@
 """Host memory that holds K and V (FASA-M), seen as tensors of the device.
 
-A block holds one layer's rows: K and V of a token side by side, ``[B, Hkv, L, D + Dv]``. For a GPU the block is pinned, and its
-K and V are CUDA tensors over that very memory: kernels read and write it across PCIe, so cache writes, CUDA graphs and every
-kernel of ours work on it unchanged. On a CPU they are plain tensors. The sparse decode reads a few rows of it in a step, through
-a hot buffer on the GPU (``triton_kernels/hot_slots.py``).
+A block holds one layer's rows: K and V of a token side by side, ``[B, Hkv, L, D + Dv]``. For a GPU its K and V are CUDA tensors over
+that very memory: kernels read and write it across PCIe, so cache writes, CUDA graphs and every kernel of ours work on it
+unchanged. On a CPU they are plain tensors. The sparse decode reads a few rows of it in a step, through a hot buffer on the GPU
+(``triton_kernels/hot_slots.py``).
 
-A block is found again by the address of a tensor, so views and whatever Dynamo hands on are recognised. It is unpinned and
-returned to the system when the last tensor over it is gone.
+The memory is CUDA's managed memory, told to stay on the host: its address translations reach further than those of pinned memory,
+whose rows a GPU gathers at half the speed once they are spread over more than some GiB. Where a system has no managed memory that
+both sides may use at a time, it is pinned.
+
+A block is found again by the address of a tensor, so views and whatever Dynamo hands on are recognised. It is returned to the
+system when the last tensor over it is gone.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +28,14 @@ import torch
 
 from fasa_compile.errors import OffloadError
 
-_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 _HUGE = 1 << 21
+_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
+# Of CUDA's driver.
+_CONCURRENT_MANAGED_ACCESS, _ATTACH_GLOBAL, _PREFERRED_LOCATION, _ACCESSED_BY, _CPU = 89, 1, 3, 5, -1
 
 _blocks: weakref.WeakValueDictionary[int, HostRows] = weakref.WeakValueDictionary()  # by first address
-_waiting: list[tuple[torch.Tensor, torch.device]] = []  # memory to unpin when no CUDA graph is being captured
+# Memory to give back when no CUDA graph is being captured.
+_waiting: list[tuple[Callable[[], object], torch.device]] = []
 
 
 class HostRows:
@@ -41,21 +50,17 @@ class HostRows:
         self.device, self.k_dim, self.v_dim = device, D, v_dim
         self.bytes = B * Hkv * L * (D + v_dim) * dtype.itemsize
         size = -(-self.bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        try:
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, ValueError) as problem:
-            raise OffloadError(
-                f"the system gives no {_gib(size)} of host memory for a KV cache: {problem}"
-            ) from problem
-        if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)  # fewer address translations, for the GPU too
-        self._all = torch.frombuffer(memory, dtype=torch.uint8)
+        release: Callable[[], object] | None = None
+        if device.type == "cuda" and _manages(device):
+            self._all, release = _managed(size, device)
+        else:
+            self._all = _anonymous(size)
+            if device.type == "cuda":
+                release = _pinned(self._all, device)
         self.address, self.end = self._all.data_ptr(), self._all.data_ptr() + self.bytes
-        if device.type == "cuda":
-            self._all.zero_()  # by all cores: pinning would touch page after page on one
-            _pin(self._all, device)
+        if release is not None:
             # The GPU may still be using it.
-            done = weakref.finalize(self, _unpin, self._all, device)
+            done = weakref.finalize(self, _give_back, release, device)
             done.atexit = False
         self.rows = self._all[: self.bytes].view(dtype).view(B, Hkv, L, D + v_dim)
         self.values: weakref.ref[torch.Tensor] | None = None
@@ -71,7 +76,7 @@ class HostRows:
                 whole = torch.as_tensor(window, device=self.device)
                 if whole.data_ptr() != window.address:
                     raise OffloadError(
-                        f"memory pinned for {self.device} was copied instead of mapped: it needs unified addressing"
+                        f"host memory of {self.device} was copied instead of mapped: it needs unified addressing"
                     )
             else:
                 whole = torch.frombuffer(window.buffer(), dtype=torch.uint8)
@@ -81,24 +86,46 @@ class HostRows:
             )
 
 
-class _Window:
-    """Bytes of a block, for those who make tensors of addresses. Whoever holds it holds the block."""
+class _Bytes:
+    """Bytes at an address, for those who make CUDA tensors of addresses."""
 
-    def __init__(self, block: HostRows, address: int, size: int) -> None:
-        self.block, self.address, self.size = block, address, size
+    def __init__(self, address: int, size: int) -> None:
+        self.address, self.size = address, size
         self.__cuda_array_interface__ = {
             "shape": (size,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3,
         }  # fmt: skip
 
-    def buffer(self) -> Any:
-        import ctypes
 
+class _Window(_Bytes):
+    """Bytes of a block. Whoever holds it holds the block."""
+
+    def __init__(self, block: HostRows, address: int, size: int) -> None:
+        super().__init__(address, size)
+        self.block = block
+
+    def buffer(self) -> Any:
         made: Any = (ctypes.c_ubyte * self.size).from_address(self.address)
         made.owner = self
         return made
 
 
-def _pin(memory: torch.Tensor, device: torch.device) -> None:
+# ---- where the memory comes from --------------------------------------------------------------------------------------
+
+
+def _anonymous(size: int) -> torch.Tensor:
+    """``size`` bytes of the process, zeros, as a CPU tensor."""
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError) as problem:
+        raise OffloadError(f"the system gives no {_gib(size)} of host memory for a KV cache: {problem}") from problem
+    if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)  # fewer address translations, for the GPU too
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _pinned(memory: torch.Tensor, device: torch.device) -> Callable[[], object]:
+    """Pins and maps a CPU tensor; returns what undoes it, which keeps the tensor."""
+    memory.zero_()  # by all cores: pinning would touch page after page on one
     with torch.cuda.device(device):
         error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), _MAPPED)
     if int(error) != 0:
@@ -106,18 +133,62 @@ def _pin(memory: torch.Tensor, device: torch.device) -> None:
             f"{_gib(memory.numel())} of host memory could not be pinned for {device} (CUDA error {int(error)}): "
             f"{_gib(host_available())} are available; a container may limit locked memory (ulimit -l)"
         )
+    return lambda: torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
-def _unpin(memory: torch.Tensor, device: torch.device) -> None:
-    """Unpins this and whatever waits. Waiting for the device would break a capture that happens to run: then it is put off."""
-    _waiting.append((memory, device))
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@cache
+def _manages(device: torch.device) -> bool:
+    """Whether CPU and GPU may use managed memory at a time (not on Windows, nor where pages always move)."""
+    try:
+        driver = _driver()
+    except OSError:
+        return False
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaMemGetInfo(device.index)  # the context that the driver's calls need
+        found = ctypes.c_int()
+        error = driver.cuDeviceGetAttribute(ctypes.byref(found), _CONCURRENT_MANAGED_ACCESS, device.index)
+    return error == 0 and found.value == 1
+
+
+def _managed(size: int, device: torch.device) -> tuple[torch.Tensor, Callable[[], object]]:
+    """``size`` bytes of managed memory that stay on the host, mapped for a GPU, zeros, as a CPU tensor; and what frees them."""
+    driver, address, n = _driver(), ctypes.c_uint64(), ctypes.c_size_t(size)
+    with torch.cuda.device(device):
+        error = driver.cuMemAllocManaged(ctypes.byref(address), n, _ATTACH_GLOBAL)
+        for advice, place in ((_PREFERRED_LOCATION, _CPU), (_ACCESSED_BY, device.index)):
+            error = error or driver.cuMemAdvise(address, n, advice, place)
+    if error != 0:
+        if address.value:
+            driver.cuMemFree_v2(address)
+        raise OffloadError(
+            f"{_gib(size)} of host memory could not be had for {device} (CUDA error {error}): {_gib(host_available())} are available"
+        )
+    release = partial(driver.cuMemFree_v2, address)
+    memory = torch.frombuffer((ctypes.c_ubyte * size).from_address(address.value), dtype=torch.uint8)
+    # Pages come to be where they are touched first; by the GPU that takes a quarter of the time.
+    torch.as_tensor(_Bytes(address.value, size), device=device).zero_()
+    torch.cuda.synchronize(device)
+    return memory, release
+
+
+def _give_back(release: Callable[[], object], device: torch.device) -> None:
+    """Gives back this memory and whatever waits. Waiting for the device would break a capture that happens to run: then it is put off."""
+    _waiting.append((release, device))
     if torch.cuda.is_current_stream_capturing():
         return
     while _waiting:
-        memory, device = _waiting.pop()
+        release, device = _waiting.pop()
         torch.cuda.synchronize(device)
         with torch.cuda.device(device):
-            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+            release()
+
+
+# ---- caches -----------------------------------------------------------------------------------------------------------
 
 
 def rows_of(tensor: torch.Tensor) -> HostRows | None:
@@ -145,7 +216,7 @@ def offloaded_cache(
     all of it goes across PCIe: in prefill, attend to ``staged(k, v, length)``. What copies a tensor (``.to``, ``deepcopy``) leaves
     host memory.
 
-    Raises ``OffloadError`` where host memory does not suffice or cannot be pinned.
+    Raises ``OffloadError`` where host memory does not suffice or cannot be mapped for the device.
     """
     place = torch.device(device)
     if place.type == "cuda" and place.index is None:
@@ -171,11 +242,11 @@ def staged(keys: torch.Tensor, values: torch.Tensor, length: int) -> tuple[torch
     block = rows_of(keys)
     if block is None or block.device.type != "cuda":
         return keys[:, :, :length], values[:, :, :length]
-    rows = block.rows
+    rows = block.part(0, block.k_dim + block.v_dim)
     made = torch.empty((*rows.shape[:2], length, rows.shape[3]), dtype=rows.dtype, device=block.device)
     for b in range(rows.shape[0]):
-        for h in range(rows.shape[1]):
-            made[b, h].copy_(rows[b, h, :length], non_blocking=True)
+        for h in range(rows.shape[1]):  # runs of bytes, which the copy engine takes
+            made[b, h].copy_(rows[b, h, :length])
     return made[..., : block.k_dim], made[..., block.k_dim :]
 
 

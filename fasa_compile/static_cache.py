@@ -67,7 +67,7 @@ class HostStaticLayer(StaticLayer):
 
 
 class FasaStaticCache(StaticCache):
-    """transformers' ``StaticCache`` whose full-attention layers keep K and V in host memory; pinned, for a CUDA model.
+    """transformers' ``StaticCache`` whose full-attention layers keep K and V in host memory, which a CUDA model's kernels read across PCIe.
 
     Use it where a ``StaticCache`` goes, with a model compiled by ``fasa_backend(profile, offload="cpu")``: prefill attends densely and
     holds one layer's K and V on the GPU at a time, decode fetches the tokens it selects. Layers that slide, or keep other state, stay

@@ -225,23 +225,17 @@ def test_memory_goes_with_the_cache_and_does_not_wait_for_the_collector():
         gc.enable()
 
 
-def test_nothing_is_unpinned_while_a_graph_is_captured(monkeypatch):
-    """A cache may die during a capture, which waiting for the device would break: its memory is unpinned with the next one's."""
+def test_nothing_is_given_back_while_a_graph_is_captured(monkeypatch):
+    """A cache may die during a capture, which waiting for the device would break: its memory is given back with the next one's."""
     freed, capturing = [], True
-
-    class Runtime:
-        cudaHostUnregister = freed.append
-
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: freed.append("waited"))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime)
-    first, second = torch.zeros(8), torch.zeros(8)
-    module._unpin(first, torch.device("cuda", 0))
+    module._give_back(lambda: freed.append(1), torch.device("cuda", 0))
     assert freed == []
     capturing = False
-    module._unpin(second, torch.device("cuda", 0))
-    assert sorted(freed) == sorted([first.data_ptr(), second.data_ptr()]) and not module._waiting
+    module._give_back(lambda: freed.append(2), torch.device("cuda", 0))
+    assert freed == ["waited", 2, "waited", 1] and not module._waiting
 
 
 def test_host_memory_that_is_not_there(monkeypatch):

@@ -1,4 +1,4 @@
-"""FASA-M on a GPU: K and V in pinned host memory, CUDA graphs, and the same bits as with K and V on the card."""
+"""FASA-M on a GPU: K and V in host memory, CUDA graphs, and the same bits as with K and V on the card."""
 
 from __future__ import annotations
 
@@ -42,11 +42,15 @@ def totals():
     return {name: sum(row[name] for row in rows) for name in ("attended", "fetched", "unkept")}
 
 
-def test_pinned_rows_are_seen_from_both_sides():
+@pytest.mark.parametrize("managed", [True, False])
+def test_rows_are_seen_from_both_sides(managed, monkeypatch):
+    if not managed:
+        monkeypatch.setattr(module, "_manages", lambda device: False)
     k, v = offloaded_cache((2, 3, 1000, 64), torch.bfloat16, "cuda", v_dim=32)
     rows = module.rows_of(k)
     assert k.is_cuda and v.is_cuda and rows is module.rows_of(v[1]) and rows.address == k.data_ptr()
     assert k.untyped_storage().data_ptr() != v.untyped_storage().data_ptr() and k._base is None
+    assert rows.rows.is_pinned() is not managed and not k.count_nonzero() and not v.count_nonzero()
     before = torch.cuda.memory_allocated()
     k.normal_(), v.fill_(2)
     k.index_copy_(2, torch.tensor([7], device="cuda"), torch.full((2, 3, 1, 64), 5.0, device="cuda").bfloat16())
@@ -128,7 +132,7 @@ def test_same_bits_as_on_the_card(mode, dtype):
 
 
 def test_no_race_whatever_is_late():
-    """The GPU is kept busy before each step, other streams copy from the same pinned rows, hot rows without a token are poisoned, and
+    """The GPU is kept busy before each step, other streams copy from the same host rows, hot rows without a token are poisoned, and
     the cache is written behind the runtime's back: still what the path without a hot buffer computes."""
     model = tiny_llama(2).to("cuda", torch.bfloat16)
     ids, profile = IDS.cuda(), llama_profile(2, fc_format="int4")
@@ -240,7 +244,7 @@ def test_a_card_without_room_is_refused(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 def test_the_second_card():
-    """Pinned for the card that asks, whichever is current."""
+    """Mapped for the card that asks, whichever is current."""
     model = tiny_llama(2).to("cuda:1", torch.bfloat16)
     ids, profile = IDS.to("cuda:1"), llama_profile(2, fc_format="int4")
     expected = decode(model, compiled(model, profile, n_fac=40), ids, cache_for(model, "static", 512), 12)
@@ -258,7 +262,32 @@ def test_memory_that_cannot_be_pinned(monkeypatch):
             return 2
 
     before = set(module._blocks)
+    monkeypatch.setattr(module, "_manages", lambda device: False)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Refusing)
     with pytest.raises(OffloadError, match=r"could not be pinned for cuda:0 \(CUDA error 2\): .* GiB are available"):
         offloaded_cache((1, 1, 1024, 64), torch.bfloat16, "cuda")
     assert set(module._blocks) == before
+
+
+def test_managed_memory_that_is_refused(monkeypatch):
+    """What was allocated before the driver refused is freed."""
+    freed, real = [], module._driver()
+
+    class Refusing:
+        cuMemAllocManaged = real.cuMemAllocManaged
+
+        @staticmethod
+        def cuMemAdvise(*_):
+            return 801
+
+        @staticmethod
+        def cuMemFree_v2(address):
+            freed.append(address.value)
+            return real.cuMemFree_v2(address)
+
+    before = set(module._blocks)
+    monkeypatch.setattr(module, "_manages", lambda device: True)
+    monkeypatch.setattr(module, "_driver", lambda: Refusing)
+    with pytest.raises(OffloadError, match=r"could not be had for cuda:0 \(CUDA error 801\): .* GiB are available"):
+        offloaded_cache((1, 1, 1024, 64), torch.bfloat16, "cuda")
+    assert set(module._blocks) == before and len(freed) == 1
