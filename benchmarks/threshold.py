@@ -24,7 +24,7 @@ import smollm2
 from fasa_compile.triton_kernels import reference
 
 LOG2E = 1.4426950408889634
-BINS, BELOW, LAST = 256, 64, 252
+BINS, BELOW, LAST = 256, 32, 252
 FIRST, STEPS, N_FAC, N_TIP = 2048, 96, 256, 16
 
 
@@ -87,11 +87,11 @@ def factor(cell: int, moved: int) -> float:
     """How the bins' width changes after a step whose threshold lay in a bin of ``cell`` tokens, ``moved`` bins from the last."""
     if cell * 12 > N_FAC:
         return 0.25 if cell * 4 > N_FAC else 0.5
-    if moved > 20 and cell * 24 <= N_FAC:
+    if moved > 10 and cell * 24 <= N_FAC:
         return 2.0
     if cell * 80 < N_FAC:
         return 2.0 if cell * 160 < N_FAC else 1.0
-    return 0.9 if moved < 8 else 1.0
+    return 0.9 if moved < 4 else 1.0
 
 
 def replay(keys: Tensor) -> tuple[int, list[float], list[float]]:
@@ -105,7 +105,7 @@ def replay(keys: Tensor) -> tuple[int, list[float], list[float]]:
         reach = counts.flip(0).cumsum(0).flip(0)
         enough = (reach >= N_FAC).nonzero()
         place = int(enough.max()) if len(enough) else -1
-        found = place >= 0 and int(reach[place]) <= N_FAC + N_FAC // 8
+        found = place >= 0 and int(reach[place]) <= N_FAC + N_FAC * 3 // 25
         threshold = float(key.sort(descending=True).values[N_FAC - 1])
         thresholds.append(threshold / LOG2E)
         if i:

@@ -1,8 +1,8 @@
 """FAC: which tokens are kept, and exact softmax attention over them.
 
 The bins that TIP counted tell from which level of key there are ``n_fac`` tokens; each program keeps the tokens of its part of
-the context that reach it and attends to them. They are the true top ``n_fac`` and, sharing the threshold's bin, at most an
-eighth more (bins follow the data, so it is a fiftieth on average). Where the bins do not tell (a first step, a jump, many
+the context that reach it and attends to them. They are the true top ``n_fac`` and, sharing the threshold's bin, at most
+12 % more (bins follow the data, so it is a fiftieth on average). Where the bins do not tell (a first step, a jump, many
 equal keys), each program searches the row's keys for the threshold itself: slower, and at most a thirty-second more.
 """
 
@@ -296,7 +296,7 @@ def select_tokens(
     token = dealt_token(i, split, base, SPLITS, 32)
     code = _codes_at(codes, token, first, tl.where(i < share, stop, 0), V)
 
-    # The lowest bin that, with all above it, holds n_fac tokens; accepted if that is at most an eighth more.
+    # The lowest bin that, with all above it, holds n_fac tokens; accepted if that is at most 12 % more.
     origin = tl.load(window + row * 2)
     per_width = tl.load(window + row * 2 + 1)
     number = tl.arange(0, BINS)
@@ -312,7 +312,7 @@ def select_tokens(
     n_bin = ((found >> 27) & 0x7FFFFFF).to(tl.int32)
     cell = (found & 0x7FFFFFF).to(tl.int32)
     everything = valid_count <= n_fac
-    by_bin = everything | ((bin >= 0) & (n_bin <= n_fac + n_fac // 8))
+    by_bin = everything | ((bin >= 0) & (n_bin <= n_fac + n_fac * 3 // 25))
     edge = tl.where(everything, 1, bin + 2)
     hi_level = tl.full((), 0.0, tl.float32)
     lo = tl.full((), 0.0, tl.float32)
@@ -341,9 +341,9 @@ def select_tokens(
         level = tl.where(
             (level > -1e30) & (level < 1e30) & (inside_window | (by_bin == 0)), level, origin + BELOW * width
         )
-        factor = tl.where(moved < 8, 0.9, 1.0)
+        factor = tl.where(moved < 4, 0.9, 1.0)
         factor = tl.where(cell * 80 < n_fac, tl.where(cell * 160 < n_fac, 2.0, 1.0), factor)
-        factor = tl.where((moved > 20) & (cell * 24 <= n_fac), 2.0, factor)
+        factor = tl.where((moved > 10) & (cell * 24 <= n_fac), 2.0, factor)
         factor = tl.where(cell * 12 > n_fac, tl.where(cell * 4 > n_fac, 0.25, 0.5), factor)
         width *= tl.where(inside_window, factor, 1.0)
         width = tl.where((inside_window == 0) & (by_bin == 0), tl.maximum(2.0 * width, 0.0625), width)

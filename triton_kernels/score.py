@@ -17,10 +17,10 @@ import triton.language as tl
 from .bounds import allowed_by
 from .launch import admit_successor, wait_for_predecessor
 
-# Below the last threshold there is room for 64 bins, above it, where tokens are few and counting is cheap, for the rest. Bins
+# Below the last threshold there is room for 32 bins, above it, where tokens are few and counting is cheap, for the rest. Bins
 # hold a twelfth to an eightieth of n_fac and widen as the threshold moves; LAST is where a byte ends, two codes being taken.
 BINS: tl.constexpr = tl.constexpr(256)
-BELOW: tl.constexpr = tl.constexpr(64)
+BELOW: tl.constexpr = tl.constexpr(32)
 LAST: tl.constexpr = tl.constexpr(252)
 
 
@@ -247,11 +247,13 @@ def tip_kernel(
     # What is subtracted of each head's scores; padded heads count for nothing.
     level = tl.where(is_head, 0.0, float("inf"))
     if PASS == "keys-by-stats":
-        c = tl.arange(0, CHUNKS)
+        CHUNKS_P: tl.constexpr = triton.next_power_of_2(CHUNKS)
+        c = tl.arange(0, CHUNKS_P)
         s_at = (row * CHUNKS + c[:, None]) * GP * 2 + g[None, :] * 2
-        tops = tl.load(stats + s_at)
+        there = (c < CHUNKS)[:, None]
+        tops = tl.load(stats + s_at, mask=there, other=-float("inf"))
         s_top = tl.maximum(tl.max(tops, axis=0), LOWEST)
-        s_total = tl.sum(tl.load(stats + s_at + 1) * tl.exp2(tops - s_top[None, :]), axis=0)
+        s_total = tl.sum(tl.load(stats + s_at + 1, mask=there, other=0.0) * tl.exp2(tops - s_top[None, :]), axis=0)
         level = tl.where(is_head, tl.maximum(_log_sum(s_top, s_total, NATIVE), LOWEST), float("inf"))
     elif HAS_NORM and PASS == "keys":
         level = tl.load(norm + head, mask=is_head, other=float("inf")).to(tl.float32) * LOG2E

@@ -196,7 +196,7 @@ def check_kept(case: Case, kept_here: Tensor, out: Tensor, tolerance: float) -> 
     want = valid.sum(-1).clamp(max=how["n_fac"])
     number = kept_here.sum(-1)
     assert not (kept_here & ~valid).any(), "a token that no head may attend to was kept"
-    assert (number >= want).all() and (number <= want + how["n_fac"] // 8).all(), (number.tolist(), want.tolist())
+    assert (number >= want).all() and (number <= want + how["n_fac"] * 3 // 25).all(), (number.tolist(), want.tolist())
     # Keys are sums in another order than the reference's: what lies within rounding of the threshold may fall on either side.
     threshold = key.sort(-1, descending=True).values.gather(-1, (want - 1).clamp(min=0)[..., None])
     clear = key > threshold + 2e-3 * (1 + threshold.abs())

@@ -16,6 +16,20 @@ from fasa_compile.triton_kernels.formats import fc_cache_spec
 from fasa_compile.triton_kernels.hot_slots import HotSize, fac_parts, hot_spec
 
 
+@pytest.mark.parametrize("resident", [4, 8])
+def test_programs_are_spread_over_the_gpu(resident: int) -> None:
+    """Whatever the number of rows, no program more than half as many again as a multiprocessor should hold, and the fullest one has at
+    most a tenth more than its share where rows can be divided."""
+    from fasa_compile.triton_kernels.sparse_decode import programs_of_a_row
+
+    for sms in (4, 108, 132, 148):
+        for rows in range(1, 1200):
+            n = programs_of_a_row(rows, resident, sms)
+            assert n == 1 or 1 < rows * n / sms <= 1.5 * resident
+            if 8 * rows < resident * sms:
+                assert -(-rows * n // sms) / n <= 1.1 * rows / sms
+
+
 def launches_of(
     device: Any,
     fmt: str,

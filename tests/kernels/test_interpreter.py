@@ -267,6 +267,52 @@ def test_equal_keys_are_told_apart_by_index(first: int, best: int) -> None:
         assert sorted(tokens) == [*range(first, first + 32 - best), *range(200 - best, 200)]
 
 
+ROWS = {
+    "random": lambda g: torch.randn(3000, generator=g) * 5,
+    "all positive": lambda g: torch.rand(3000, generator=g) + 7,
+    "all negative": lambda g: -torch.rand(3000, generator=g).exp2(),
+    "outliers": lambda g: torch.randn(3000, generator=g) * torch.logspace(-44, 37, 3000),
+    "the ends of fp32": lambda g: torch.tensor([-3.4028234663852886e38, 3.4028234663852886e38]).repeat(1500),
+    "equal": lambda g: torch.full((3000,), -2.5),
+    "few levels": lambda g: torch.randint(-2, 3, (3000,), generator=g).float(),
+    "zeros": lambda g: torch.where(torch.rand(3000, generator=g) < 0.5, 0.0, torch.randn(3000, generator=g)),
+    "forced": lambda g: torch.where(torch.rand(3000, generator=g) < 0.2, torch.inf, torch.randn(3000, generator=g)),
+    "not allowed": lambda g: torch.where(
+        torch.rand(3000, generator=g) < 0.9, -torch.inf, torch.randn(3000, generator=g)
+    ),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("name", ROWS)
+def test_search_finds_the_best(name: str, exact: bool) -> None:
+    """Whatever the keys: all that are kept are at least as good as all that are not, earlier ones where they are equal."""
+    from search_kernel import search
+
+    keys, t = ROWS[name](torch.Generator().manual_seed(0)), torch.arange(3000)
+    first, stop = 37, 2950
+    keys[:first] = torch.inf  # are not the row's
+    for n_fac in (1, 100, 1000, 2913):
+        levels, index = torch.zeros(2), torch.zeros(1, dtype=torch.int32)
+        search[(1,)](keys, levels, index, n_fac, first, stop, EXACT=exact)
+        high, low = levels.tolist()
+        mine = (t >= first) & (t < stop)
+        kept = mine & ((keys >= high) | ((keys >= low) & (keys < high) & (t < int(index))))
+        want = min(n_fac, int((mine & (keys > -torch.inf)).sum()))
+        forced = int((mine & (keys == torch.inf)).sum())
+        if want > forced:  # else the forced ones are more than is asked for, which no step asks
+            assert want <= kept.sum() <= want + (0 if exact else want // 32)
+            left = mine & ~kept
+            if left.any():
+                worst = keys[kept].min()
+                assert worst >= keys[left].max()
+                assert (
+                    not ((keys == worst) & left).any()
+                    or t[kept & (keys == worst)].max() < t[left & (keys == worst)].min()
+                )
+
+
 @interpreted
 def test_a_given_selection_is_attended_to() -> None:
     from fasa_compile.triton_kernels import sparse_decode

@@ -1042,7 +1042,7 @@ add(
 )
 add(
     "a bin may hold any number of tokens",
-    "by_bin = everything | ((bin >= 0) & (n_bin <= n_fac + n_fac // 8))",
+    "by_bin = everything | ((bin >= 0) & (n_bin <= n_fac + n_fac * 3 // 25))",
     "by_bin = everything | (bin >= 0)",
     f"{INTERPRETER}::test_whatever_the_hint_holds",
 )
