@@ -1,4 +1,4 @@
-"""FASA-M on a GPU: K and V in pinned host memory, beside the same sparse decode with K and V on the card (FASA-C).
+"""FASA-M on a GPU: K and V in host memory, beside the same sparse decode with K and V on the card (FASA-C).
 
     python benchmarks/offload.py link --out benchmarks/results/offload-h100.json
     python benchmarks/offload.py layer --shape 1x32768 --shape 8x32768 --out ...
@@ -6,7 +6,7 @@
     python benchmarks/offload.py memory --out ...
     python benchmarks/offload.py long --length 524288 --out ...
 
-Each part adds its rows to the record. ``link``: what pinning costs and what the link to the host gives. ``layer``: attention of one
+Each part adds its rows to the record. ``link``: what host memory costs to get, and what the link to it gives. ``layer``: attention of one
 layer in CUDA graphs, four sites in turn, queries that walk around a circle in ``n`` steps: the fewer, the more of the selection changes
 in each, down to independent queries; how much was fetched is counted, not assumed. ``step``: a whole model of Llama-3.1-8B geometry
 (``decode.py``), all layers with the first one's weights, inputs that are more or less like the last one's; the logits of ``--soak`` steps are
@@ -34,7 +34,7 @@ from _timing import environment, graph_time
 from torch import Tensor
 
 import fasa_compile
-from fasa_compile import FasaStaticCache, fasa_backend, offloaded_cache, staged
+from fasa_compile import FasaStaticCache, fasa_backend, offload, offloaded_cache, staged
 from fasa_compile.offload import rows_of
 from fasa_compile.triton_kernels import ops, pack
 from fasa_compile.triton_kernels.hot_slots import ATTENDED, FETCHED, UNKEPT, HotSize, fac_parts, hot_spec
@@ -55,35 +55,50 @@ def seconds(call: Callable[[], object]) -> float:
 # ---- the link ---------------------------------------------------------------------------------------------------------
 
 
-def link() -> dict[str, Any]:
-    """Pinning, copies of a layer to the card, and gathered rows of K and V together, near each other and far apart."""
+def link() -> list[dict[str, Any]]:
+    """Managed memory, which caches lie in, and pinned memory: how long it takes to get, copies of a layer to the card, and gathered
+    rows of K and V together, near each other and far apart."""
     torch._dynamo.mark_static_address(
         torch.zeros(1, device="cuda")
     )  # imports what the first cache would have to wait for
-    out: dict[str, Any] = {"gathered_us": {}, "seconds_to_pin": {}}
-    for tokens in (1 << 18, 1 << 20):  # 1 and 4 GiB
-        made: list[Any] = []
-        pin = seconds(lambda n=tokens, made=made: made.append(offloaded_cache((1, HKV, n, D), torch.bfloat16, "cuda")))  # type: ignore[misc]
-        k, v = made.pop()
-        rows = rows_of(k)
-        assert rows is not None
-        gib = rows.bytes // 2**30
-        out["seconds_to_pin"][f"{gib} GiB"] = pin
-        if gib == 1:
-            fill = seconds(lambda k=k, v=v: (k.fill_(1), v.fill_(1)))  # type: ignore[misc]
-            stage = statistics.median(seconds(lambda k=k, v=v, n=tokens: staged(k, v, n)) for _ in range(3))  # type: ignore[misc]
-            read = statistics.median(seconds(lambda k=k: k.contiguous()) for _ in range(3))  # type: ignore[misc]
-            out["gb_per_s"] = {
-                "written by a kernel": rows.bytes / fill / 1e9,
-                "copied to the card (staged)": rows.bytes / stage / 1e9,
-                "K read by a kernel": rows.bytes / 2 / read / 1e9,
-            }
-        both = torch.as_strided(k, (HKV * tokens, 2 * D), (2 * D, 1))
-        for number in (64, 512, 2048, 8192, 32768):
-            index = [torch.randint(0, HKV * tokens, (number,), device="cuda") for _ in range(4)]
-            us = graph_time([lambda i=i, both=both: both.index_select(0, i) for i in index])  # type: ignore[misc]
-            out["gathered_us"][f"{number} rows of {4 * D} B in {gib} GiB"] = us
-    return out
+    rows = []
+    manages = offload._manages
+    for kind in ("managed", "pinned"):
+        offload._manages = manages if kind == "managed" else lambda device: False
+        for tokens in (1 << 18, 1 << 20, 1 << 22):  # 1, 4 and 16 GiB
+            made: list[Any] = []
+            row: dict[str, Any] = {"memory": kind, "gib": tokens >> 18}
+            row["seconds_to_get"] = seconds(
+                lambda n=tokens, made=made: made.append(offloaded_cache((1, HKV, n, D), torch.bfloat16, "cuda"))  # type: ignore[misc]
+            )
+            k, v = made.pop()
+            if tokens == 1 << 18:
+                row["gb_per_s"] = speeds(k, v)
+            both = torch.as_strided(k, (HKV * tokens, 2 * D), (2 * D, 1))
+            row["gathered_us"] = {}
+            for number in (64, 512, 2048, 8192):
+                index = [torch.randint(0, HKV * tokens, (number,), device="cuda") for _ in range(24)]
+                us = graph_time([lambda i=i, both=both: both.index_select(0, i) for i in index])  # type: ignore[misc]
+                row["gathered_us"][f"{number} rows of {4 * D} B"] = us
+            print(row, flush=True)
+            rows.append(row)
+            del k, v, both
+    offload._manages = manages
+    return rows
+
+
+def speeds(k: Tensor, v: Tensor) -> dict[str, float]:
+    """GB/s at which a cache is written by a kernel, read by one, and copied to the card."""
+    rows = rows_of(k)
+    assert rows is not None
+    fill = seconds(lambda: (k.fill_(1), v.fill_(1)))
+    stage = statistics.median(seconds(lambda: staged(k, v, k.shape[2])) for _ in range(3))
+    read = statistics.median(seconds(lambda: k.contiguous()) for _ in range(3))
+    return {
+        "written by a kernel": rows.bytes / fill / 1e9,
+        "copied to the card (staged)": rows.bytes / stage / 1e9,
+        "K read by a kernel": rows.bytes / 2 / read / 1e9,
+    }
 
 
 # ---- one layer --------------------------------------------------------------------------------------------------------
@@ -376,6 +391,7 @@ def memory(formats: list[str], lengths: list[int], hots: list[int]) -> list[dict
             for hot in hots:
                 fmt, n_tip = name.split("-")
                 torch.cuda.synchronize()
+                torch.cuda.empty_cache()  # or a freed block is used again, whole, for what is a little smaller
                 before = torch.cuda.memory_allocated()
                 cache = FasaStaticCache(config=model.config, max_cache_len=length)
                 profile = decode.random_profile(1, int(n_tip), fmt)
@@ -526,7 +542,7 @@ def main() -> None:
         add(options.out, "step", step(cases, options.layers, options.soak, options.limit, options.lock))
     elif options.part == "memory":
         formats = options.format or ["bf16-8", "bf16-12", "fp8-8", "fp8-12", "int4-32"]
-        add(options.out, "memory", memory(formats, options.length or [32768, 131072], options.hot or [992, 1024, 1536]))
+        add(options.out, "memory", memory(formats, options.length or [32768, 131072], options.hot or [960, 1024, 1536]))
     elif options.part == "long":
         (name,) = options.format or ["int4-32"]
         (length,) = options.length or [524288]

@@ -3,7 +3,7 @@
     python examples/offload.py
 
 A small Llama with random weights decodes 60 tokens twice: with transformers' static cache, and with one in host memory. On a GPU the
-second is pinned memory that kernels read across PCIe; on a CPU the same plan runs on plain tensors. The tokens are the same.
+second is host memory that kernels read across PCIe; on a CPU the same plan runs on plain tensors. The tokens are the same.
 """
 
 from __future__ import annotations

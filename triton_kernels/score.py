@@ -250,10 +250,10 @@ def tip_kernel(
         CHUNKS_P: tl.constexpr = triton.next_power_of_2(CHUNKS)
         c = tl.arange(0, CHUNKS_P)
         s_at = (row * CHUNKS + c[:, None]) * GP * 2 + g[None, :] * 2
-        there = (c < CHUNKS)[:, None]
-        tops = tl.load(stats + s_at, mask=there, other=-float("inf"))
+        is_chunk = (c < CHUNKS)[:, None]
+        tops = tl.load(stats + s_at, mask=is_chunk, other=-float("inf"))
         s_top = tl.maximum(tl.max(tops, axis=0), LOWEST)
-        s_total = tl.sum(tl.load(stats + s_at + 1, mask=there, other=0.0) * tl.exp2(tops - s_top[None, :]), axis=0)
+        s_total = tl.sum(tl.load(stats + s_at + 1, mask=is_chunk, other=0.0) * tl.exp2(tops - s_top[None, :]), axis=0)
         level = tl.where(is_head, tl.maximum(_log_sum(s_top, s_total, NATIVE), LOWEST), float("inf"))
     elif HAS_NORM and PASS == "keys":
         level = tl.load(norm + head, mask=is_head, other=float("inf")).to(tl.float32) * LOG2E

@@ -52,7 +52,7 @@ def configuration(
     block_t = 256 if long and (engine == "dot" or fmt == "fp8") else 128
     hoist = query_words <= 64 or rows * L < 1 << 20
     tiles = -(-L // block_t)
-    chunks = min(programs_of_a_row(rows, 4 if hoist else 8, device.sms), tiles)
+    chunks = min(max(1, (4 if hoist else 8) * device.sms // rows), tiles)
     chunks = -(-tiles // -(-tiles // chunks))  # as few as need no more tiles each
     block_n = 16 if width > 2048 else 32 if rows > 16 or width > 1024 else 64
     splits = fac_parts(rows, n_fac, device.sms)
@@ -69,13 +69,6 @@ def configuration(
         fac_warps=4,
         fac_stages=1 if width > 1024 else 3 if block_n == 32 else 2,
     )
-
-
-def programs_of_a_row(rows: int, resident: int, sms: int) -> int:
-    """Programs of each row that give a multiprocessor about ``resident`` or up to half as many again: of these counts the one whose
-    fullest multiprocessor has the least work."""
-    counts = range(max(1, -(-(2 * resident - 1) * sms // (2 * rows))), 3 * resident * sms // (2 * rows) + 1)
-    return min(counts, key=lambda n: -(-rows * n // sms) / n, default=1)
 
 
 def _block_k(L: int, splits: int) -> int:
