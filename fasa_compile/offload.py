@@ -170,9 +170,13 @@ def _managed(size: int, device: torch.device) -> tuple[torch.Tensor, Callable[[]
         )
     release = partial(driver.cuMemFree_v2, address)
     memory = torch.frombuffer((ctypes.c_ubyte * size).from_address(address.value), dtype=torch.uint8)
-    # Pages come to be where they are touched first; by the GPU that takes a quarter of the time.
-    torch.as_tensor(_Bytes(address.value, size), device=device).zero_()
-    torch.cuda.synchronize(device)
+    try:
+        # Pages come to be where they are touched first; by the GPU that takes a quarter of the time.
+        torch.as_tensor(_Bytes(address.value, size), device=device).zero_()
+        torch.cuda.synchronize(device)
+    except BaseException:
+        release()
+        raise
     return memory, release
 
 
