@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from fasa_compile.errors import OffloadError
+from fasa_compile.triton_kernels.driver import driver
 
 _HUGE = 1 << 21
 _MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
@@ -87,13 +88,19 @@ class HostRows:
 
 
 class _Bytes:
-    """Bytes at an address, for those who make CUDA tensors of addresses."""
+    """Bytes at an address, for those who make tensors of addresses."""
 
     def __init__(self, address: int, size: int) -> None:
         self.address, self.size = address, size
         self.__cuda_array_interface__ = {
             "shape": (size,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3,
         }  # fmt: skip
+
+    def buffer(self) -> Any:
+        """The same for a CPU tensor, which holds this object."""
+        made: Any = (ctypes.c_ubyte * self.size).from_address(self.address)
+        made.owner = self
+        return made
 
 
 class _Window(_Bytes):
@@ -102,11 +109,6 @@ class _Window(_Bytes):
     def __init__(self, block: HostRows, address: int, size: int) -> None:
         super().__init__(address, size)
         self.block = block
-
-    def buffer(self) -> Any:
-        made: Any = (ctypes.c_ubyte * self.size).from_address(self.address)
-        made.owner = self
-        return made
 
 
 # ---- where the memory comes from --------------------------------------------------------------------------------------
@@ -137,47 +139,42 @@ def _pinned(memory: torch.Tensor, device: torch.device) -> Callable[[], object]:
 
 
 @cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-@cache
 def _manages(device: torch.device) -> bool:
     """Whether CPU and GPU may use managed memory at a time (not on Windows, nor where pages always move)."""
     try:
-        driver = _driver()
+        cuda = driver()
     except OSError:
         return False
     with torch.cuda.device(device):
         torch.cuda.cudart().cudaMemGetInfo(device.index)  # the context that the driver's calls need
         found = ctypes.c_int()
-        error = driver.cuDeviceGetAttribute(ctypes.byref(found), _CONCURRENT_MANAGED_ACCESS, device.index)
+        error = cuda.cuDeviceGetAttribute(ctypes.byref(found), _CONCURRENT_MANAGED_ACCESS, device.index)
     return error == 0 and found.value == 1
 
 
 def _managed(size: int, device: torch.device) -> tuple[torch.Tensor, Callable[[], object]]:
     """``size`` bytes of managed memory that stay on the host, mapped for a GPU, zeros, as a CPU tensor; and what frees them."""
-    driver, address, n = _driver(), ctypes.c_uint64(), ctypes.c_size_t(size)
+    cuda, address, n = driver(), ctypes.c_uint64(), ctypes.c_size_t(size)
     with torch.cuda.device(device):
-        error = driver.cuMemAllocManaged(ctypes.byref(address), n, _ATTACH_GLOBAL)
+        error = cuda.cuMemAllocManaged(ctypes.byref(address), n, _ATTACH_GLOBAL)
         for advice, place in ((_PREFERRED_LOCATION, _CPU), (_ACCESSED_BY, device.index)):
-            error = error or driver.cuMemAdvise(address, n, advice, place)
+            error = error or cuda.cuMemAdvise(address, n, advice, place)
     if error != 0:
         if address.value:
-            driver.cuMemFree_v2(address)
+            cuda.cuMemFree_v2(address)
         raise OffloadError(
             f"{_gib(size)} of host memory could not be had for {device} (CUDA error {error}): {_gib(host_available())} are available"
         )
-    release = partial(driver.cuMemFree_v2, address)
-    memory = torch.frombuffer((ctypes.c_ubyte * size).from_address(address.value), dtype=torch.uint8)
+    release = partial(cuda.cuMemFree_v2, address)
+    whole = _Bytes(address.value, size)
     try:
         # Pages come to be where they are touched first; by the GPU that takes a quarter of the time.
-        torch.as_tensor(_Bytes(address.value, size), device=device).zero_()
+        torch.as_tensor(whole, device=device).zero_()
         torch.cuda.synchronize(device)
     except BaseException:
         release()
         raise
-    return memory, release
+    return torch.frombuffer(whole.buffer(), dtype=torch.uint8), release
 
 
 def _give_back(release: Callable[[], object], device: torch.device) -> None:

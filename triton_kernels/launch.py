@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .driver import driver
+
 #: Natural-log units to the base-2 units in which the kernels work.
 LOG2E = 1.4426950408889634
 
@@ -76,11 +78,6 @@ def device_of(tensor: Tensor) -> Device:
 _PARTITIONED: set[int] = set()
 
 
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
 def partition_alike(kernel: Any) -> None:
     """Asks for half of the L1 as shared memory for a kernel that was just launched, from its next launch on. The driver would
     choose for each kernel by what it needs, and a multiprocessor that has to change the partition takes nothing of the next
@@ -90,7 +87,7 @@ def partition_alike(kernel: Any) -> None:
         return
     _PARTITIONED.add(function)
     preferred_shared_memory_carveout = 9
-    _driver().cuFuncSetAttribute(
+    driver().cuFuncSetAttribute(
         ctypes.c_void_p(function), preferred_shared_memory_carveout, 50
     )  # a wish: no error to meet
 

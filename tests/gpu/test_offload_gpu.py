@@ -271,7 +271,7 @@ def test_memory_that_cannot_be_pinned(monkeypatch):
 
 def test_managed_memory_that_is_refused(monkeypatch):
     """What was allocated before the driver refused is freed."""
-    freed, real = [], module._driver()
+    freed, real = [], module.driver()
 
     class Refusing:
         cuMemAllocManaged = real.cuMemAllocManaged
@@ -287,7 +287,7 @@ def test_managed_memory_that_is_refused(monkeypatch):
 
     before = set(module._blocks)
     monkeypatch.setattr(module, "_manages", lambda device: True)
-    monkeypatch.setattr(module, "_driver", lambda: Refusing)
+    monkeypatch.setattr(module, "driver", lambda: Refusing)
     with pytest.raises(OffloadError, match=r"could not be had for cuda:0 \(CUDA error 801\): .* GiB are available"):
         offloaded_cache((1, 1, 1024, 64), torch.bfloat16, "cuda")
     assert set(module._blocks) == before and len(freed) == 1
