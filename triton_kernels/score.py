@@ -464,13 +464,14 @@ def tip_kernel(
             if MASK_KIND != 0:
                 key = tl.where(counted, key, -float("inf"))
             tl.store(keys + token, key, mask=inside)
-            bin = tl.maximum(bin_of(key, origin, per_width), -1.0)
-            tl.store(codes + token, tl.where(key > -float("inf"), bin.to(tl.int32) + 2, 0).to(tl.uint8), mask=inside)
-            in_window = counted & (bin >= 0.0)
+            # What is counted is what a code says, so that selection by codes takes as many tokens as were counted.
+            code = (tl.maximum(bin_of(key, origin, per_width), -1.0) + 2.0).to(tl.int32)
+            tl.store(codes + token, tl.where(key > -float("inf"), code, 0).to(tl.uint8), mask=inside)
+            in_window = counted & (code >= 2)
             if COUNT == "tile":
-                found += tl.histogram(tl.maximum(bin, 0.0).to(tl.int32), BINS, mask=in_window)
+                found += tl.histogram(tl.maximum(code - 2, 0), BINS, mask=in_window)
             elif COUNT == "each":
-                tl.atomic_add(bins + tl.maximum(bin, 0.0).to(tl.int32), 1, mask=in_window, sem="relaxed")
+                tl.atomic_add(bins + tl.maximum(code - 2, 0), 1, mask=in_window, sem="relaxed")
             if MASK_KIND != 0:
                 seen += counted.to(tl.int32)
 

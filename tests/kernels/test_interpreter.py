@@ -19,6 +19,8 @@ pytest.importorskip("triton")
 from fasa_compile.testing.steps import check_sharded_step, check_step, make_case, sharded_step
 from fasa_compile.triton_kernels import reference
 from fasa_compile.triton_kernels.formats import FORMATS
+from fasa_compile.triton_kernels.launch import LOG2E
+from fasa_compile.triton_kernels.score import BELOW
 
 HERE = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(
@@ -142,10 +144,8 @@ def test_several_query_tokens_select_each_for_itself(options: dict[str, object])
         mask = case.mask if case.mask is None or case.mask.shape[2] == 1 else case.mask[:, :, token : token + 1]
         check_step(replace(case, q=case.q[:, :, token : token + 1], mask=mask), alone[token])
     levels = alone[..., 0]
-    assert (
-        torch.equal(hint[..., 0], torch.where((levels > -64 * 0.0625).all(0), levels.amin(0), levels[-1]))
-        and hint.any()
-    )
+    in_window = (levels > -BELOW.value * 0.0625).all(0)
+    assert torch.equal(hint[..., 0], torch.where(in_window, levels.amin(0), levels[-1])) and hint.any()
     check_step(case, hint)
 
 
@@ -232,6 +232,22 @@ def test_whatever_the_hint_holds(state: float) -> None:
     kept = [check_step(case, hint) for _ in range(4)]
     assert hint.isfinite().all()
     assert kept[-1] <= 1.07
+
+
+@interpreted
+def test_a_threshold_in_the_lowest_bin() -> None:
+    """What lies less than a bin's width below the window is not counted, and not kept."""
+    case = make_case("fp32", L=1000, n_fac=100)
+    (_, _, dims, _, spread), names = case.cache, ("scale", "n_sink", "n_recent", "fmt", "reduction")
+    key = reference.tip_keys(
+        case.q, case.k, *case.cache[:2], dims, spread, case.norm, **{name: case.how[name] for name in names}
+    )
+    key = key * LOG2E
+    width = 0.5
+    origin = key.sort(-1, descending=True).values[..., 99] - 0.01 * width
+    counted, nearly = ((key >= (origin - d)[..., None]).sum(-1) for d in (0.0, width))
+    assert (counted <= 112).all() and (nearly > 112).all(), "the bins tell, but those below the window would be too many"
+    check_step(case, torch.stack([origin + BELOW.value * width, torch.full_like(origin, width)], -1))
 
 
 @interpreted
