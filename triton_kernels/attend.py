@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .bounds import allowed_by
 from .launch import admit_successor, wait_for_predecessor
-from .score import BELOW, BINS, LAST, deal, dealt_token, owner, row_bounds
+from .score import BELOW, BINS, LAST, LINES, VALID, counter_of, deal, dealt_token, owner, row_bounds
 
 
 @triton.jit
@@ -270,7 +270,7 @@ def _threshold_bins(bins, row, n_fac, HKV: tl.constexpr, TOKENS: tl.constexpr):
     TOKENS_P: tl.constexpr = triton.next_power_of_2(TOKENS)
     back = tl.arange(0, TOKENS_P)
     number = tl.arange(0, BINS)
-    at = (row - back * HKV)[:, None] * 2 * BINS + number[None, :]
+    at = (row - back * HKV)[:, None] * (32 * LINES) + counter_of(number)[None, :]
     reach = tl.cumsum(tl.load(bins + at, mask=back[:, None] < TOKENS, other=0), axis=1, reverse=True)
     found = tl.max(tl.where(reach >= n_fac, number[None, :], -1), axis=1)
     lowest = tl.min(tl.where(back < TOKENS, found, BINS), axis=0)
@@ -300,11 +300,11 @@ def select_tokens(
     origin = tl.load(window + row * 2)
     per_width = tl.load(window + row * 2 + 1)
     number = tl.arange(0, BINS)
-    in_bin = tl.load(bins + row * 2 * BINS + number)
+    in_bin = tl.load(bins + row * (32 * LINES) + counter_of(number))
     reach = tl.cumsum(in_bin, axis=0, reverse=True)  # in this bin or above
     valid_count = stop - first
     if MASK_KIND != 0:
-        valid_count = tl.load(bins + row * 2 * BINS + BINS)
+        valid_count = tl.load(bins + row * (32 * LINES) + VALID)
     # Its number, what it reaches and what it holds, in one reduction: L < 2^27.
     found = (number.to(tl.int64) << 54) | (reach.to(tl.int64) << 27) | in_bin
     found = tl.max(tl.where(reach >= n_fac, found, -1), axis=0)

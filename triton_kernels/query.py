@@ -34,13 +34,13 @@ def query_kernel(
     L, n_slots, scale,
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, COLUMNS: tl.constexpr, META: tl.constexpr,
     W: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, FMT: tl.constexpr, LIMIT: tl.constexpr,
-    HAS_SLOTS: tl.constexpr, BLOCK_W: tl.constexpr, HALVES: tl.constexpr, BINS: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, BLOCK_W: tl.constexpr, HALVES: tl.constexpr, COUNTERS: tl.constexpr,
     HAS_NORM: tl.constexpr, AFFINE: tl.constexpr, TOKENS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, 1), or (rows, 2) with slots: the second half refreshes them, each row its share of the TOKENS rows that read
     one sequence (``tokens``). Writes ``query [rows, 2, GP, BLOCK_W]`` (zero padded; the second half is int4's high nibbles),
     ``factors [rows, GP]``, what turns a dot into a score, and ``sums [rows, GP]``, the codes' sums (integer formats). HALVES: e4m3 numbers are written as fp16, divided by 512. Clears
-    ``bins [rows, BINS]`` for the counts that follow. AFFINE: ``levels [rows, G]`` are what is taken from each head's scores,
+    ``bins [rows, COUNTERS]`` for the counts that follow. AFFINE: ``levels [rows, G]`` are what is taken from each head's scores,
     ``norm [HKV * G]`` and the query's dot with ``slopes [HKV * G, W]``."""
     row = tl.program_id(0).to(tl.int64)
     b, h = row // HKV, row % HKV
@@ -63,7 +63,7 @@ def query_kernel(
             W, HALF, HALF_P, FMT, LIMIT,
         )  # fmt: skip
         return
-    tl.store(bins + row * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
+    tl.store(bins + row * COUNTERS + tl.arange(0, COUNTERS), tl.zeros((COUNTERS,), tl.int32))
     g = tl.arange(0, GP)
     q_rows = q + b * stride_qb + (h * G + g[:, None]) * stride_qh
     lo = _scaled(q_rows, at_lo, spread_lo, (g < G)[:, None] & (w < END)[None, :], stride_qd)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from .bounds import allowed_by
+from .fragments import multiply_pieces, read_pieces, read_queries
 from .launch import admit_successor, wait_for_predecessor
 
 # Below the last threshold there is room for 32 bins, above it, where tokens are few and counting is cheap, for the rest. Bins
@@ -22,6 +23,10 @@ from .launch import admit_successor, wait_for_predecessor
 BINS: tl.constexpr = tl.constexpr(256)
 BELOW: tl.constexpr = tl.constexpr(32)
 LAST: tl.constexpr = tl.constexpr(252)
+# Counters of neighbouring bins lie in different lines of memory: most tokens are counted in a few bins, and an L2 adds to the
+# counters of a line one after the other. A row has LINES lines of 32 counters.
+LINES: tl.constexpr = tl.constexpr(16)
+VALID: tl.constexpr = tl.constexpr(31)  # where the number of valid tokens is counted
 
 
 @triton.jit
@@ -79,6 +84,12 @@ def row_window(hint, row, HAS_HINT: tl.constexpr):
 
 
 @triton.jit
+def counter_of(bin):
+    """Where a bin's counter lies in its row's."""
+    return bin % LINES * 32 + bin // LINES
+
+
+@triton.jit
 def bin_of(key, origin, per_width):
     """The bin of a key, as a float, negative below the first."""
     return tl.minimum((key - origin) * per_width, LAST)
@@ -103,7 +114,7 @@ def _log_sum(top, total, NATIVE: tl.constexpr):
     total = tl.maximum(total, 1.1754943508222875e-38)
     if NATIVE:  # one instruction instead of two dozen, exact to 2^-22
         return top + tl.inline_asm_elementwise(
-            "lg2.approx.f32 $0, $1;", "=f,f", [total], dtype=tl.float32, is_pure=True, pack=1
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [total], dtype=tl.float32, is_pure=True, pack=1
         )
     return top + tl.log2(total)
 
@@ -113,23 +124,6 @@ def e4m3_as_half(code):
     """e4m3 bytes as fp16 numbers 2^8 too small: exact, and two operations where the GPU has no conversion."""
     wide = code.to(tl.uint16)
     return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def _nibble_low(w):
-    return tl.inline_asm_elementwise("and.b32 $0, $1, 0x0F0F0F0F;", "=r,r", [w], dtype=tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _nibble_high(w):
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 t; shr.u32 t, $1, 4; and.b32 $0, t, 0x0F0F0F0F; }",
-        "=r,r",
-        [w],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -145,38 +139,6 @@ def _nibbles(x):
         pack=4,
     )
     return low, high
-
-
-@triton.jit
-def _dot4(a, b, c):
-    """c + the dot of four signed bytes of a and b."""
-    return tl.inline_asm_elementwise(
-        "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def _halves(w):
-    """Four e4m3 bytes as two pairs of fp16."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
-        "=r,=r,r", [w], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _half2_fma(a, b, c):
-    return tl.inline_asm_elementwise(
-        "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def _half2_sum(a):
-    return tl.inline_asm_elementwise(
-        "{ .reg .b16 l, h; .reg .f32 x, y; mov.b32 {l, h}, $1; cvt.f32.f16 x, l; cvt.f32.f16 y, h; add.f32 $0, x, y; }",
-        "=f,r", [a], dtype=tl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -201,18 +163,16 @@ def tip_kernel(
     MASK_KIND: tl.constexpr, PER_HEAD: tl.constexpr, HAS_BOUNDS: tl.constexpr,
     HAS_HINT: tl.constexpr, HAS_NORM: tl.constexpr, SOFTCAP: tl.constexpr, MAX: tl.constexpr,
     PASS: tl.constexpr,  # "keys", "stats" (log-sum-exp partials of each head), "keys-by-stats"
-    ENGINE: tl.constexpr,  # "words" (four dims at a time), "dot" (tensor cores); "all" scores with K itself
+    ENGINE: tl.constexpr,  # "fragments" (``fragments``), "dot" (Triton's); "all" scores with K itself
     FP8: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, PACK: tl.constexpr, CHUNKS: tl.constexpr,
-    HOIST: tl.constexpr, NATIVE: tl.constexpr,
-    COUNT: tl.constexpr, LEVELS: tl.constexpr, TOKENS: tl.constexpr, SHARD: tl.constexpr, EARLY: tl.constexpr,
+    NATIVE: tl.constexpr, COUNT: tl.constexpr, LEVELS: tl.constexpr, TOKENS: tl.constexpr, SHARD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (CHUNKS, rows), TOKENS rows to a sequence and KV head (``tokens``). ``source`` is the packed data and
     ``query, factors, sums`` are ``query_kernel``'s; when ENGINE is
-    "all", they are k and q themselves and nothing. Writes ``keys [rows, L]`` and ``window [rows, 2]``, and adds to
-    ``bins [rows, 2 * BINS]``: BINS counts of the keys in the window or above it, then the number of valid tokens (only with a
-    mask: else the bounds tell). LEVELS: ``norm`` has a row of its own for every row, ``[rows, G]``. SHARD: of the row's
-    tokens only the first SHARD of L are here, or all (0); ``bounds`` are those of all tokens, seen from the first one here. HOIST: keep the rounded queries of all heads in registers. COUNT: how
-    bins are added to, "each" key by itself, or a "tile" at a time, which a program with few tiles does faster; "no": not."""
+    "all", they are k and q themselves and nothing. Writes ``keys [rows, L]`` and ``window [rows, 2]``, and, if COUNT, adds to
+    ``bins [rows, 32 * LINES]``: counts of the keys in the window or above it (``counter_of``) and the number of valid tokens (only
+    with a mask: else the bounds tell). LEVELS: ``norm`` has a row of its own for every row, ``[rows, G]``. SHARD: of the row's
+    tokens only the first SHARD of L are here, or all (0); ``bounds`` are those of all tokens, seen from the first one here."""
     if ENGINE == "all":
         wait_for_predecessor(EARLY)
     chunk = tl.program_id(0)
@@ -236,7 +196,7 @@ def tip_kernel(
     is_head = g < G
     keys += row * L
     codes += row * L
-    bins += row * 2 * BINS
+    bins += row * (32 * LINES)
     if META > 0:
         meta += own_row * L * META
     if ENGINE != "all":
@@ -259,25 +219,19 @@ def tip_kernel(
         level = tl.load(norm + head, mask=is_head, other=float("inf")).to(tl.float32) * LOG2E
 
     # The query's side of the dot.
-    if ENGINE == "words":
-        WORDS: tl.constexpr = COLUMNS // 4
-        WORDS_P: tl.constexpr = BLOCK_W // 4
-        STEP: tl.constexpr = 4 if WORDS_P >= 4 else WORDS_P  # words a thread loads at once
-        TWO: tl.constexpr = FMT != "int8"  # a word of keys meets two words of the query
-        HI: tl.constexpr = GP * WORDS_P
-        word = tl.arange(0, STEP)
-        # Words of the rounded query: those that meet low nibbles (fp8: the first two dims of a word), then the high ones.
-        q_words = query.to(tl.pointer_type(tl.int32)) + row * (2 * GP * WORDS_P) + word
-        words_lo = ()
-        words_hi = ()
+    PARTS: tl.constexpr = 2 if ENGINE == "fragments" else 1  # tokens a thread has of a tile, taken one after the other
+    lane = tl.arange(0, BLOCK_T // PARTS)
+    if ENGINE == "fragments":
+        THREADS: tl.constexpr = BLOCK_T // 2
+        WIDTH: tl.constexpr = COLUMNS * source.dtype.element_ty.primitive_bitwidth // 8
+        BYTES: tl.constexpr = 16 if WIDTH % 16 == 0 else 8 if WIDTH % 8 == 0 else 4
+        lane = lane // 32 * 64 + lane % 32
+        Q_ROW: tl.constexpr = GP * BLOCK_W if FMT == "fp8" else 2 * GP * BLOCK_W
+        q_first, q_second = read_queries(query + row * Q_ROW, THREADS, WIDTH, BYTES, GP, BLOCK_W, FMT)
         code_sums = ()
         factor_of = ()
         level_of = ()
         for n in tl.static_range(G):
-            if HOIST:
-                for w0 in tl.static_range(0, WORDS_P, STEP):
-                    words_lo = words_lo + (tl.load(q_words + n * WORDS_P + w0),)
-                    words_hi = words_hi + (tl.load(q_words + n * WORDS_P + w0 + HI) if TWO else 0,)
             code_sums = code_sums + (tl.load(sums + row * GP + n).to(tl.float32) if META > 0 else 0.0,)
             factor_of = factor_of + (tl.load(factors + row * GP + n) * UNIT,)
             level_of = level_of + (tl.load(norm + h * G + n).to(tl.float32) * LOG2E if HAS_NORM else 0.0,)
@@ -303,177 +257,152 @@ def tip_kernel(
 
     run_top = tl.full((GP,), -float("inf"), tl.float32)
     run_sum = tl.zeros((GP,), tl.float32)
-    lane = tl.arange(0, BLOCK_T)
-    seen = tl.zeros((BLOCK_T,), tl.int32)
-    found = tl.zeros((BINS,), tl.int32)  # in each bin, where whole tiles are counted
+    seen = tl.zeros(lane.shape, tl.int32)
+    if ENGINE == "fragments":
+        pieces = read_pieces(source, meta, base + chunk * BLOCK_T, stop, THREADS, WIDTH, BYTES, META)
     for i0 in range(0, share, BLOCK_T):
-        token = base + i0 * CHUNKS + chunk * BLOCK_T + lane
-        inside = (token >= first) & (token < stop)
-        counted = inside
-        bias = tl.zeros((BLOCK_T,), tl.float32)
-        if MASK_KIND != 0 and not PER_HEAD:
-            counted, bias = _token_mask(mask, b, 0, token, inside, stride_mb, 0, stride_mt, MASK_KIND)
-
-        if ENGINE == "words":
+        t0 = base + i0 * CHUNKS + chunk * BLOCK_T
+        if ENGINE == "fragments":
+            dots = multiply_pieces(pieces, q_first, q_second, THREADS, WIDTH, GP, FMT)
             if META > 0:
-                both = tl.load(meta.to(tl.pointer_type(tl.int32)) + token, mask=inside, other=0)
-                token_scale = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-                token_zero = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            x_at = source.to(tl.pointer_type(tl.int32)) + token[:, None] * WORDS + word[None, :]
-            low = ()
-            high = ()
-            for w0 in tl.static_range(0, WORDS_P, STEP):
-                x = tl.load(x_at + w0, mask=inside[:, None] & (w0 + word < WORDS)[None, :], other=0)
-                if FMT == "int4":
-                    low = low + (_nibble_low(x),)
-                    high = high + (_nibble_high(x),)
-                elif FMT == "fp8":
-                    first_two, last_two = _halves(x)
-                    low = low + (first_two,)
-                    high = high + (last_two,)
-                else:
-                    low = low + (x,)
-            scores = ()
-            any_head = counted
-            if PER_HEAD:
-                any_head = tl.zeros((BLOCK_T,), tl.int1)
-            top = tl.full((BLOCK_T,), LOWEST, tl.float32)
-            for n in tl.static_range(G):
-                dots = tl.zeros((BLOCK_T, STEP), tl.int32)
-                for j in tl.static_range(WORDS_P // STEP):
-                    if HOIST:
-                        q_lo = words_lo[n * (WORDS_P // STEP) + j]
-                        q_hi = words_hi[n * (WORDS_P // STEP) + j]
-                    else:
-                        q_lo = tl.load(q_words + n * WORDS_P + j * STEP)
-                        q_hi = tl.load(q_words + n * WORDS_P + j * STEP + HI) if TWO else 0
-                    q_lo = tl.broadcast_to(q_lo[None, :], dots.shape)
-                    if TWO:
-                        q_hi = tl.broadcast_to(q_hi[None, :], dots.shape)
-                    if FMT == "fp8":
-                        dots = _half2_fma(high[j], q_hi, _half2_fma(low[j], q_lo, dots))
-                    else:
-                        dots = _dot4(low[j], q_lo, dots)
-                        if TWO:
-                            dots = _dot4(high[j], q_hi, dots)
-                if FMT == "fp8":
-                    one = tl.sum(_half2_sum(dots), axis=1) * factor_of[n]
-                else:
-                    dot = tl.sum(dots, axis=1).to(tl.float32)
-                    if FMT == "int8":
-                        dot += 128.0 * code_sums[n]
-                    one = (token_scale * dot + token_zero * code_sums[n]) * factor_of[n]
-                if SOFTCAP:
-                    one = _soft(one, softcap)
-                if PER_HEAD:
-                    ok, head_bias = _token_mask(
-                        mask, b, h * G + n, token, inside, stride_mb, stride_mh, stride_mt, MASK_KIND
-                    )
-                    one = tl.where(ok, _clean(one + head_bias, NATIVE), -float("inf"))
-                    any_head = any_head | ok
-                one = one - level_of[n]
-                top = tl.maximum(top, one)
-                scores = scores + (one,)
-            key = top
-            if not MAX:
-                total = tl.zeros((BLOCK_T,), tl.float32)
-                for n in tl.static_range(G):
-                    total += tl.exp2(scores[n] - top)
-                key = _log_sum(top, total, NATIVE)
-            counted = any_head
-        else:
-            if ENGINE == "dot":
-                first_of = base + i0 * CHUNKS + chunk * BLOCK_T + tl.arange(0, BLOCK_T // PACK) * PACK
-                x_at = source + first_of[:, None] * COLUMNS + w[None, :]
-                if PACK == 1:
-                    there = inside[:, None] & (w < COLUMNS)[None, :]
-                else:  # COLUMNS == BLOCK_W; what lies before the first valid token may be read
-                    there = first_of[:, None] + (w // BLOCK_W)[None, :] < stop
-                x = tl.load(x_at, mask=there, other=0.0)
-                if FMT == "int4" or FMT == "int8":
-                    token_scale = tl.load(meta + token * META, mask=inside, other=0.0).to(tl.float32)
-                    token_zero = tl.load(meta + token * META + 1, mask=inside, other=0.0).to(tl.float32)
-                    if FMT == "int4":
-                        if NATIVE:
-                            x_lo, x_hi = _nibbles(x)
-                        else:
-                            x_lo = (x & 15).to(tl.int8)
-                            x_hi = (x >> 4).to(tl.int8)
-                        dot = tl.dot(x_lo, q_lo)
-                        dot = tl.dot(x_hi, q_hi, acc=dot, out_dtype=tl.int32)
-                    else:
-                        dot = tl.dot(x, q_lo)
-                    dot = tl.reshape(dot, [BLOCK_T, GP])
-                    if FMT == "int8":
-                        dot += 128 * code_sum[None, :]
-                    s = (
-                        token_scale[:, None] * dot.to(tl.float32)
-                        + token_zero[:, None] * code_sum.to(tl.float32)[None, :]
-                    )
-                elif FMT == "fp8" and not FP8:
-                    s = tl.reshape(tl.dot(e4m3_as_half(x), q_lo), [BLOCK_T, GP])
-                else:
-                    s = tl.reshape(tl.dot(x, q_lo, input_precision="ieee"), [BLOCK_T, GP])
-            else:
-                s = tl.zeros((BLOCK_T, GP), tl.float32)
-                for d0 in tl.static_range(0, D, BLOCK_W):
-                    d = d0 + tl.arange(0, BLOCK_W)
-                    x = tl.load(
-                        source + own * stride_kb + h * stride_kh + token.to(tl.int64)[:, None] * stride_kt
-                        + (d * stride_kd)[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0,
-                    )  # fmt: skip
-                    y = tl.load(q_rows + (d * stride_qd)[None, :], mask=is_head[:, None] & (d < D)[None, :], other=0.0)
-                    if x.dtype != y.dtype:
-                        x = x.to(tl.float32)
-                        y = y.to(tl.float32)
-                    s = tl.dot(x, tl.trans(y), acc=s, input_precision="ieee")
-                s = _clean(s, NATIVE)  # packed data holds neither NaN nor inf; keys may
-            s = s * factor[None, :]
-            if SOFTCAP:
-                s = _soft(s, softcap)
-            if PER_HEAD:
-                valid = inside[:, None] & is_head[None, :]
-                m = tl.load(
-                    mask + b * stride_mb + token.to(tl.int64)[:, None] * stride_mt + (head * stride_mh)[None, :],
-                    mask=valid, other=0,
-                )  # fmt: skip
-                valid = valid & allowed_by(m, MASK_KIND == 1)
-                if MASK_KIND == 2:
-                    s = s + tl.where(valid, m.to(tl.float32), 0.0) * LOG2E
-                s = tl.where(valid, _clean(s, NATIVE), -float("inf"))
-                counted = tl.max(valid.to(tl.int32), axis=1) > 0
-            if PASS == "stats":
-                if not PER_HEAD:
-                    s = tl.where(counted[:, None], _clean(s + bias[:, None], NATIVE), -float("inf"))
-                most = tl.maximum(run_top, tl.max(s, axis=0))
-                safe = tl.maximum(most, LOWEST)
-                run_sum = run_sum * tl.exp2(run_top - safe) + tl.sum(tl.exp2(s - safe[None, :]), axis=0)
-                run_top = most
-            else:
-                s = s - level[None, :]
-                key = tl.maximum(tl.max(s, axis=1), LOWEST)
-                if not MAX:
-                    key = _log_sum(key, tl.sum(tl.exp2(s - key[:, None]), axis=1), NATIVE)
+                scales = (pieces[WIDTH // 2], pieces[WIDTH // 2 + 1])
+            # The next tile is under way, into the registers of this one, while scores become keys.
+            pieces = read_pieces(source, meta, t0 + CHUNKS * BLOCK_T, stop, THREADS, WIDTH, BYTES, META)
+        for part in tl.static_range(PARTS):
+            token = t0 + lane + part * 32
+            key_at = keys + (t0 + lane) + part * 32
+            code_at = codes + (t0 + lane) + part * 32
+            inside = (token >= first) & (token < stop)
+            counted = inside
+            bias = tl.zeros(lane.shape, tl.float32)
+            if MASK_KIND != 0 and not PER_HEAD:
+                counted, bias = _token_mask(mask, b, 0, token, inside, stride_mb, 0, stride_mt, MASK_KIND)
 
-        if PASS != "stats":
-            key = _clean(key + bias + 0.0, NATIVE)  # + 0: there is no negative zero
-            t0 = base + i0 * CHUNKS + chunk * BLOCK_T
-            if (t0 < sinks_end) | (t0 + BLOCK_T > recent):
-                forced = (token < sinks_end) | (token >= recent)
-                key = tl.where(inside, tl.where(forced, float("inf"), key), -float("inf"))
-            if MASK_KIND != 0:
-                key = tl.where(counted, key, -float("inf"))
-            tl.store(keys + token, key, mask=inside)
-            # What is counted is what a code says, so that selection by codes takes as many tokens as were counted.
-            code = (tl.maximum(bin_of(key, origin, per_width), -1.0) + 2.0).to(tl.int32)
-            tl.store(codes + token, tl.where(key > -float("inf"), code, 0).to(tl.uint8), mask=inside)
-            in_window = counted & (code >= 2)
-            if COUNT == "tile":
-                found += tl.histogram(tl.maximum(code - 2, 0), BINS, mask=in_window)
-            elif COUNT == "each":
-                tl.atomic_add(bins + tl.maximum(code - 2, 0), 1, mask=in_window, sem="relaxed")
-            if MASK_KIND != 0:
-                seen += counted.to(tl.int32)
+            if ENGINE == "fragments":
+                if META > 0:
+                    token_scale = (scales[part] & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+                    token_zero = (scales[part] >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+                scores = ()
+                any_head = counted
+                if PER_HEAD:
+                    any_head = tl.zeros(lane.shape, tl.int1)
+                top = tl.full(lane.shape, LOWEST, tl.float32)
+                for n in tl.static_range(G):
+                    dot = dots[n // 2 * 4 + part * 2 + n % 2].to(tl.float32)
+                    if META > 0:
+                        if FMT == "int8":
+                            dot += 128.0 * code_sums[n]
+                        one = (token_scale * dot + token_zero * code_sums[n]) * factor_of[n]
+                    else:
+                        one = dot * factor_of[n]
+                    if SOFTCAP:
+                        one = _soft(one, softcap)
+                    if PER_HEAD:
+                        ok, head_bias = _token_mask(
+                            mask, b, h * G + n, token, inside, stride_mb, stride_mh, stride_mt, MASK_KIND
+                        )
+                        one = tl.where(ok, _clean(one + head_bias, NATIVE), -float("inf"))
+                        any_head = any_head | ok
+                    one = one - level_of[n]
+                    top = tl.maximum(top, one)
+                    scores = scores + (one,)
+                key = top
+                if not MAX:
+                    total = tl.zeros(lane.shape, tl.float32)
+                    for n in tl.static_range(G):
+                        total += tl.exp2(scores[n] - top)
+                    key = _log_sum(top, total, NATIVE)
+                counted = any_head
+            else:
+                if ENGINE == "dot":
+                    first_of = t0 + tl.arange(0, BLOCK_T // PACK) * PACK
+                    x_at = source + first_of[:, None] * COLUMNS + w[None, :]
+                    if PACK == 1:
+                        there = inside[:, None] & (w < COLUMNS)[None, :]
+                    else:  # COLUMNS == BLOCK_W; what lies before the first valid token may be read
+                        there = first_of[:, None] + (w // BLOCK_W)[None, :] < stop
+                    x = tl.load(x_at, mask=there, other=0.0)
+                    if FMT == "int4" or FMT == "int8":
+                        token_scale = tl.load(meta + token * META, mask=inside, other=0.0).to(tl.float32)
+                        token_zero = tl.load(meta + token * META + 1, mask=inside, other=0.0).to(tl.float32)
+                        if FMT == "int4":
+                            if NATIVE:
+                                x_lo, x_hi = _nibbles(x)
+                            else:
+                                x_lo = (x & 15).to(tl.int8)
+                                x_hi = (x >> 4).to(tl.int8)
+                            dot = tl.dot(x_lo, q_lo)
+                            dot = tl.dot(x_hi, q_hi, acc=dot, out_dtype=tl.int32)
+                        else:
+                            dot = tl.dot(x, q_lo)
+                        dot = tl.reshape(dot, [BLOCK_T, GP])
+                        if FMT == "int8":
+                            dot += 128 * code_sum[None, :]
+                        s = (
+                            token_scale[:, None] * dot.to(tl.float32)
+                            + token_zero[:, None] * code_sum.to(tl.float32)[None, :]
+                        )
+                    elif FMT == "fp8" and not FP8:
+                        s = tl.reshape(tl.dot(e4m3_as_half(x), q_lo), [BLOCK_T, GP])
+                    else:
+                        s = tl.reshape(tl.dot(x, q_lo, input_precision="ieee"), [BLOCK_T, GP])
+                else:
+                    s = tl.zeros((BLOCK_T, GP), tl.float32)
+                    for d0 in tl.static_range(0, D, BLOCK_W):
+                        d = d0 + tl.arange(0, BLOCK_W)
+                        x = tl.load(
+                            source + own * stride_kb + h * stride_kh + token.to(tl.int64)[:, None] * stride_kt
+                            + (d * stride_kd)[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0,
+                        )  # fmt: skip
+                        y = tl.load(q_rows + (d * stride_qd)[None, :], mask=is_head[:, None] & (d < D)[None, :], other=0.0)
+                        if x.dtype != y.dtype:
+                            x = x.to(tl.float32)
+                            y = y.to(tl.float32)
+                        s = tl.dot(x, tl.trans(y), acc=s, input_precision="ieee")
+                    s = _clean(s, NATIVE)  # packed data holds neither NaN nor inf; keys may
+                s = s * factor[None, :]
+                if SOFTCAP:
+                    s = _soft(s, softcap)
+                if PER_HEAD:
+                    valid = inside[:, None] & is_head[None, :]
+                    m = tl.load(
+                        mask + b * stride_mb + token.to(tl.int64)[:, None] * stride_mt + (head * stride_mh)[None, :],
+                        mask=valid, other=0,
+                    )  # fmt: skip
+                    valid = valid & allowed_by(m, MASK_KIND == 1)
+                    if MASK_KIND == 2:
+                        s = s + tl.where(valid, m.to(tl.float32), 0.0) * LOG2E
+                    s = tl.where(valid, _clean(s, NATIVE), -float("inf"))
+                    counted = tl.max(valid.to(tl.int32), axis=1) > 0
+                if PASS == "stats":
+                    if not PER_HEAD:
+                        s = tl.where(counted[:, None], _clean(s + bias[:, None], NATIVE), -float("inf"))
+                    most = tl.maximum(run_top, tl.max(s, axis=0))
+                    safe = tl.maximum(most, LOWEST)
+                    run_sum = run_sum * tl.exp2(run_top - safe) + tl.sum(tl.exp2(s - safe[None, :]), axis=0)
+                    run_top = most
+                else:
+                    s = s - level[None, :]
+                    key = tl.maximum(tl.max(s, axis=1), LOWEST)
+                    if not MAX:
+                        key = _log_sum(key, tl.sum(tl.exp2(s - key[:, None]), axis=1), NATIVE)
+
+            if PASS != "stats":
+                key = _clean(key + bias + 0.0, NATIVE)  # + 0: there is no negative zero
+                if (t0 < sinks_end) | (t0 + BLOCK_T > recent):
+                    forced = (token < sinks_end) | (token >= recent)
+                    key = tl.where(inside, tl.where(forced, float("inf"), key), -float("inf"))
+                if MASK_KIND != 0:
+                    key = tl.where(counted, key, -float("inf"))
+                tl.store(key_at, key, mask=inside)
+                # What is counted is what a code says, so that selection by codes takes as many tokens as were counted.
+                code = (tl.maximum(bin_of(key, origin, per_width), -1.0) + 2.0).to(tl.int32)
+                tl.store(code_at, tl.where(key > -float("inf"), code, 0).to(tl.uint8), mask=inside)
+                in_window = counted & (code >= 2)
+                if COUNT:
+                    tl.atomic_add(bins + counter_of(tl.maximum(code - 2, 0)), 1, mask=in_window, sem="relaxed")
+                if MASK_KIND != 0:
+                    seen += counted.to(tl.int32)
 
     admit_successor(EARLY)
     if PASS == "stats":
@@ -481,10 +410,8 @@ def tip_kernel(
         tl.store(stats + at, run_top)
         tl.store(stats + at + 1, run_sum)
     else:
-        if COUNT == "tile":
-            tl.atomic_add(bins + tl.arange(0, BINS), found, mask=found > 0, sem="relaxed")
         if MASK_KIND != 0:
-            tl.atomic_add(bins + BINS, tl.sum(seen, axis=0), sem="relaxed")
+            tl.atomic_add(bins + VALID, tl.sum(seen, axis=0), sem="relaxed")
         if chunk == 0:
             tl.store(window + row * 2, origin)
             tl.store(window + row * 2 + 1, per_width)

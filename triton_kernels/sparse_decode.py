@@ -16,21 +16,19 @@ from .hot_slots import fac_parts
 from .launch import Device, Mask, device_of, mask_arguments, on_device, partition_alike, power_of_2
 from .pack import bytes_view, pack_sizes
 from .query import query_kernel
-from .score import BINS, tip_kernel
+from .score import LINES, tip_kernel
 from .tokens import as_rows, from_rows
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """How a step is cut up. TIP: ``chunks`` programs a row, ``block_t`` tokens at a time, ``count`` as ``tip_kernel``
-    says. FAC: ``splits`` programs a row, which look at ``block_k`` keys and attend to ``block_n`` tokens at a time."""
+    """How a step is cut up. TIP: ``chunks`` programs a row, ``block_t`` tokens at a time. FAC: ``splits`` programs a row, which
+    look at ``block_k`` keys and attend to ``block_n`` tokens at a time."""
 
     chunks: int
     block_t: int
     tip_warps: int
     tip_stages: int
-    hoist: bool
-    count: str
     splits: int
     block_k: int
     block_n: int
@@ -38,31 +36,27 @@ class Configuration:
     fac_stages: int
 
 
-def configuration(
-    rows: int, L: int, n_fac: int, width: int, engine: str, fmt: str, query_words: int, device: Device
-) -> Configuration:
+def configuration(rows: int, L: int, n_fac: int, width: int, registers: int, device: Device) -> Configuration:
     """A choice by shape alone: nothing is tuned at run time, so a first call costs compilation only. ``width``: bytes of K and
-    V that a token and head have, as the dots take them; ``query_words``: what a thread would keep of the group's queries.
+    V that a token and head have, as the dots take them; ``registers``: about how many a thread of TIP needs with engine "fragments", 0 for
+    another engine.
 
-    Measured on an H100: TIP is fastest with the queries in registers, 4 programs a multiprocessor, or 8 that
-    read them again for every tile where they are too many; FAC with 4. Keys of the shortest scans are
-    counted a tile at a time: single counts queue up at few addresses.
+    Measured on an H100 and an H200: TIP is fastest with 5 programs a multiprocessor or as many as have registers there, or
+    with 4 of engine "dot"; FAC with 4.
     """
     long = rows * L >= 1 << 19
-    block_t = 256 if long and (engine == "dot" or fmt == "fp8") else 128
-    hoist = query_words <= 64 or rows * L < 1 << 20
+    block_t = 256 if registers or long else 128
     tiles = -(-L // block_t)
-    chunks = min(max(1, (4 if hoist else 8) * device.sms // rows), tiles)
+    per_sm = min(5, 65536 // (128 * registers)) if registers else 4
+    chunks = min(max(1, per_sm * device.sms // rows), tiles)
     chunks = -(-tiles // -(-tiles // chunks))  # as few as need no more tiles each
     block_n = 16 if width > 2048 else 32 if rows > 16 or width > 1024 else 64
     splits = fac_parts(rows, n_fac, device.sms)
     return Configuration(
         chunks=chunks,
         block_t=block_t,
-        tip_warps=8 if engine == "dot" and long else 4,
-        tip_stages=3 if engine == "dot" else 1,
-        hoist=hoist,
-        count="tile" if engine == "words" and rows * L <= 1 << 16 else "each",
+        tip_warps=8 if long and not registers else 4,  # of "fragments": block_t / 64
+        tip_stages=1 if registers else 3,
         splits=splits,
         block_k=_block_k(L, splits),
         block_n=block_n,
@@ -77,7 +71,7 @@ def _block_k(L: int, splits: int) -> int:
 
 @dataclass
 class Scan:
-    """TIP of one step: what its two kernels share, and what they write. ``keys`` and ``codes [rows * L]``, ``bins [rows, 2 * BINS]`` and
+    """TIP of one step: what its two kernels share, and what they write. ``keys`` and ``codes [rows * L]``, ``bins [rows, 32 * LINES]`` and
     ``window [rows, 2]`` are what selection reads; ``stats [rows, chunks, GP, 2]`` each head's log-sum-exps, in parts, of "softmax_sum"."""
 
     q: Tensor  # [rows of the step, Hq, 1, D]
@@ -101,14 +95,16 @@ class Scan:
         self.rows, self.group = q.shape[0] * Hkv, q.shape[1] // Hkv
         self.device = device_of(q)
         self.engine, self.heads, self.block_w, self.pack = _engine(
-            data, self.fmt, self.group, q.shape[3], self.reduction, self.device, self.rows * L
+            data, self.fmt, self.group, q.shape[3], self.reduction, self.device
         )
-        self.config = config or configuration(
-            self.rows, L, n_fac, width, self.engine, self.fmt, self.heads * self.block_w // 2, self.device
-        )
+        registers = 0
+        if data is not None and self.engine == "fragments":
+            token = data.shape[3] * data.element_size()
+            registers = 3 * self.heads * token // (2 * _step_bytes(self.fmt)) + token // 2 + 22
+        self.config = config or configuration(self.rows, L, n_fac, width, registers, self.device)
         self.keys = self._scratch(self.rows * L + 16)  # these two are read somewhat beyond their end
         self.codes = self._scratch(self.rows * L + 16, dtype=torch.uint8)
-        self.bins = self._scratch(self.rows, 2 * BINS.value, dtype=torch.int32)
+        self.bins = self._scratch(self.rows, 32 * LINES.value, dtype=torch.int32)
         self.window = self._scratch(self.rows, 2)
         self.stats: Tensor | None = None
         self.levels: Tensor | None = None
@@ -150,7 +146,7 @@ class Scan:
             self.k.shape[2], 0 if slots is None else slots.shape[-1], self.scale,
             HKV=self.k.shape[1], G=self.group, GP=self.heads, COLUMNS=data.shape[3], META=meta.shape[3],
             **pack_sizes(dims.shape[1], self.fmt),
-            HAS_SLOTS=slots is not None, BLOCK_W=self.block_w, HALVES=self._halves, BINS=2 * BINS.value,
+            HAS_SLOTS=slots is not None, BLOCK_W=self.block_w, HALVES=self._halves, COUNTERS=32 * LINES.value,
             HAS_NORM=norm is not None, AFFINE=self.levels is not None, TOKENS=self.tokens, EARLY=self.device.early,
             num_warps=2, launch_pdl=self.device.early,
         )  # fmt: skip
@@ -168,18 +164,18 @@ class Scan:
             *self.strides[:7], *self.strides[11:], self.k.shape[2], self.scale, self.softcap, n_sink, n_recent,
             HKV=self.k.shape[1], G=self.group, GP=self.heads, D=self.q.shape[3], FMT=self.fmt,
             COLUMNS=1 if data is None else data.shape[3], META=0 if meta is None else meta.shape[3],
-            COUNT=c.count if count else "no", MASK_KIND=self.mask.kind, PER_HEAD=self.mask.per_head,
+            COUNT=count, MASK_KIND=self.mask.kind, PER_HEAD=self.mask.per_head,
             HAS_BOUNDS=self.bounds is not None, HAS_HINT=self.hint is not None, HAS_NORM=norm is not None,
             SOFTCAP=self.softcap != 0.0, MAX=self.reduction == "max", PASS=step, ENGINE=self.engine,
             FP8=self.device.fp8, BLOCK_W=self.block_w, BLOCK_T=c.block_t, PACK=self.pack, NATIVE=self.device.native,
-            CHUNKS=c.chunks, HOIST=c.hoist, LEVELS=self.levels is not None, TOKENS=self.tokens, SHARD=shard,
+            CHUNKS=c.chunks, LEVELS=self.levels is not None, TOKENS=self.tokens, SHARD=shard,
             EARLY=self.device.early, num_warps=c.tip_warps, num_stages=c.tip_stages, launch_pdl=self.device.early,
         )  # fmt: skip
         partition_alike(launched)
 
     @property
     def _halves(self) -> bool:
-        return self.fmt == "fp8" and self.engine == "words"
+        return self.fmt == "fp8" and self.engine == "fragments"
 
     def _scratch(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.q.device)
@@ -310,28 +306,39 @@ def sparse_decode(
     return from_rows(out, S)
 
 
-def _engine(
-    data: Tensor | None, fmt: str, G: int, D: int, reduction: str, device: Device, tokens: int
-) -> tuple[str, int, int, int]:
-    """How TIP multiplies, over how many (padded) heads and dims, and how many tokens make a row of the tensor cores' operand.
+def _step_bytes(fmt: str) -> int:
+    """Of a token's bytes, how many a thread of engine "fragments" multiplies in one step."""
+    return 4 if fmt in ("int4", "fp8") else 8
 
-    Words of four dims in each thread waste nothing on padding and start fast. The tensor cores need less work for each token:
-    they take at least 8 or 16 columns, and with fewer heads several tokens share a row. ``tokens``: of all rows together; where
-    the tensor cores begin to win was measured on an H100.
+
+def _engine(
+    data: Tensor | None, fmt: str, G: int, D: int, reduction: str, device: Device
+) -> tuple[str, int, int, int]:
+    """How TIP multiplies, over how many (padded) heads and elements, and how many tokens make a row of the tensor cores' operand in
+    engine "dot".
+
+    "fragments" needs the fewest instructions and no shared memory, and keeps the queries of all heads in registers: with many heads or dims there
+    is no room. "dot" takes at least 8 or 16 columns, and with fewer heads several tokens share a row.
     """
     if data is None:
         return "all", max(16, power_of_2(G)), min(64, max(16, power_of_2(D))), 1
-    columns = data.shape[3]
-    narrow = INFO[fmt].bits > 0 or (fmt == "fp8" and device.fp8)
-    words = narrow and columns % 4 == 0 and device.native and reduction != "softmax_sum" and G <= 8
-    few = tokens < (1 << 18 if fmt == "fp8" else 1 << 21)
+    columns, size = data.shape[3], data.element_size()
+    if (
+        device.native
+        and device.capability >= (89 if fmt == "fp8" else 80)
+        and fmt != "fp32"
+        and reduction != "softmax_sum"
+        and columns * size % _step_bytes(fmt) == 0
+        and columns * size <= 64
+        and G <= 8
+        and data.data_ptr() % 16 == 0
+    ):
+        return "fragments", max(2, power_of_2(G)), max(4, power_of_2(columns)), 1
     least = 16 if fmt == "fp8" else 8  # 16: the least that Hopper's e4m3 dot takes
-    if columns == power_of_2(columns) >= 16 and fmt != "fp32" and not (words and few):
+    if columns == power_of_2(columns) >= 16 and fmt != "fp32":
         pack = max(1, least // power_of_2(G))
-        while pack > 1 and pack * columns * data.element_size() > 512:
+        while pack > 1 and pack * columns * size > 512:
             pack //= 2
         if pack * power_of_2(G) >= least:
             return "dot", power_of_2(G), columns, pack
-    if words:
-        return "words", power_of_2(G), max(4, power_of_2(columns)), 1
-    return "dot", max(least, power_of_2(G)), max(32 if data.element_size() == 1 else 16, power_of_2(columns)), 1
+    return "dot", max(least, power_of_2(G)), max(32 if size == 1 else 16, power_of_2(columns)), 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -91,6 +92,36 @@ def test_kernels_compile(capability: int, fmt: str, mask: torch.dtype | None, mo
 
     for recorded in launches_of(Device(132, capability, True), fmt, mask, monkeypatch):
         assert len(recorded.compile(capability).asm["cubin"]) > 0
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("fmt, W", [("int4", 64), ("int8", 32), ("bf16", 20)])
+def test_an_element_of_a_fragment_is_a_thread(
+    capability: int, fmt: str, W: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ``fragments`` builds on: one layout, an element to a thread in their order, and no exchange between threads."""
+    from fasa_compile.triton_kernels import sparse_decode
+    from fasa_compile.triton_kernels.launch import Device
+
+    monkeypatch.setattr(sparse_decode, "device_of", lambda _: Device(132, capability, True))
+    with torch.device("meta"), recording() as launches:
+        q, kv = torch.empty(2, 32, 1, 128, dtype=torch.bfloat16), torch.empty(2, 8, 32768, 128, dtype=torch.bfloat16)
+        data, meta = (torch.empty(shape, dtype=dtype) for shape, dtype in fc_cache_spec(2, 8, 32768, W, fmt))
+        dims, spread, mask = torch.empty(8, W, dtype=torch.int32), torch.empty(8, W), torch.empty(2, 1, 1, 32768)
+        cache = (data, meta, dims, spread, spread)
+        sparse_decode.sparse_decode(q, kv, kv, *cache, None, mask, scale=0.1, n_fac=1024, fmt=fmt)
+    (tip,) = (launch for launch in launches if launch.kernel.fn.__name__ == "tip_kernel")
+    assert tip.arguments["ENGINE"] == "fragments"
+    warps = tip.options["num_warps"]
+    assert tip.arguments["BLOCK_T"] == 64 * warps
+    code = tip.compile(capability).asm
+    loop = code["ttgir"][code["ttgir"].index("scf.for") : code["ttgir"].index("tt.return")]
+    assert "convert_layout" not in loop
+    layout = f"#ttg.blocked<{{sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [{warps}], order = [0]}}>"
+    (name,) = re.findall(rf"^(#\w+) = {re.escape(layout)}", code["ttgir"], re.MULTILINE)
+    inputs = re.findall(r"elementwise_inline_asm \"[^\"]*mma.sync.*", code["ttgir"])
+    assert inputs and all(set(re.findall(r"tensor<\d+x\w+, (#\w+)>", line)) == {name} for line in inputs)
+    assert "mma.sync" in code["ptx"] and not re.search(r"@%p\d+\s+mma\.sync", code["ptx"])
 
 
 def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:  # trial L1

@@ -117,7 +117,7 @@ def test_tokens_that_share_a_row_of_the_operand(fmt: str, G: int, mask: str) -> 
 
     case = make_case(fmt, W=32, D=40, G=G, L=297, mask=mask)
     device = launch.device_of(case.q)
-    engine, *_, pack = sparse_decode._engine(case.cache[0], fmt, G, 40, "static", device, 1 << 22)
+    engine, *_, pack = sparse_decode._engine(case.cache[0], fmt, G, 40, "static", device)
     assert engine == "dot" and pack > 1
     check_step(case)
 
@@ -232,6 +232,36 @@ def test_whatever_the_hint_holds(state: float) -> None:
     kept = [check_step(case, hint) for _ in range(4)]
     assert hint.isfinite().all()
     assert kept[-1] <= 1.07
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "fmt, options",
+    [
+        ("int4", {"mask": "lengths"}), ("int4", {"W": 32, "G": 3, "mask": "per head"}), ("int4", {"W": 24, "G": 1}),
+        ("int4", {"G": 8, "softcap": 20.0, "mask": "left"}), ("int4", {"reduction": "affine", "mask": "shared additive"}),
+        ("fp8", {"W": 32, "mask": "few"}), ("fp8", {"W": 20, "G": 2, "mask": "additive"}), ("fp8", {"W": 24, "G": 5}),
+        ("fp8", {"W": 64, "reduction": "max", "L": 777}), ("fp8", {"W": 32, "S": 3, "mask": "lengths"}),
+        ("int8", {"W": 24, "mask": "bool"}), ("int8", {"W": 64, "G": 7}), ("fp16", {"W": 20}), ("fp16", {"W": 32, "mask": "one row"}),
+        ("fp8", {"W": 32, "mask": "nothing"}), ("bf16", {"W": 32}), ("bf16", {"W": 28, "G": 2, "mask": "bool"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_fragments(fmt: str, options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine that a GPU takes, with what it says in PTX emulated."""
+    from emulated import emulate
+
+    from fasa_compile.triton_kernels import sparse_decode
+
+    emulate(monkeypatch)
+    used = []
+    choose = sparse_decode._engine
+    monkeypatch.setattr(sparse_decode, "_engine", lambda *how: used.append(choose(*how)) or used[-1])
+    case = make_case(fmt, **{"L": 300, "D": 72, "W": 64, "G": 4} | options)  # type: ignore[arg-type]
+    hint = torch.zeros(2, 2, 2)
+    for _ in range(2):
+        check_step(case, hint)
+    assert {engine for engine, *_ in used} == {"fragments"}
 
 
 @interpreted
