@@ -22,7 +22,7 @@ import torch
 
 #: A break-even length that no cache has: sparse decoding never pays.
 NEVER = 1 << 62
-_BINS = 256  # ``triton_kernels.score.BINS``, whose module needs triton
+_COUNTERS = 512  # 32 * LINES of ``triton_kernels.score``, which needs triton
 
 _B, _L, _Hkv, _G, _d, _dv, _item, _n_fac, _w, _fc, _sms = _SIZES = sympy.symbols(
     "B L Hkv G d dv item n_fac w fc sms", integer=True, positive=True
@@ -50,7 +50,7 @@ PACKED_BYTES = _rows * (_L * _fc + 8)  # the packed cache and the memory of its 
 DENSE_SCRATCH = _rows * _dense_splits * _G * (_dv + 2) * 4
 SPARSE_SCRATCH = _rows * (
     5 * _L
-    + 8 * _BINS
+    + 4 * _COUNTERS
     + 4 * sympy.Min(_n_fac + sympy.floor(_n_fac / 8), _L + 32 * _sparse_splits) * _sparse_splits
     + 4 * _sparse_splits * _G * (_dv + 2)
     + 64 * _w
