@@ -354,7 +354,9 @@ def tip_kernel(
                             source + own * stride_kb + h * stride_kh + token.to(tl.int64)[:, None] * stride_kt
                             + (d * stride_kd)[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0,
                         )  # fmt: skip
-                        y = tl.load(q_rows + (d * stride_qd)[None, :], mask=is_head[:, None] & (d < D)[None, :], other=0.0)
+                        y = tl.load(
+                            q_rows + (d * stride_qd)[None, :], mask=is_head[:, None] & (d < D)[None, :], other=0.0
+                        )
                         if x.dtype != y.dtype:
                             x = x.to(tl.float32)
                             y = y.to(tl.float32)

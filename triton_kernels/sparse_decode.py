@@ -36,18 +36,20 @@ class Configuration:
     fac_stages: int
 
 
-def configuration(rows: int, L: int, n_fac: int, width: int, registers: int, device: Device) -> Configuration:
+def configuration(
+    rows: int, L: int, n_fac: int, width: int, engine: str, registers: int, device: Device
+) -> Configuration:
     """A choice by shape alone: nothing is tuned at run time, so a first call costs compilation only. ``width``: bytes of K and
-    V that a token and head have, as the dots take them; ``registers``: about how many a thread of TIP needs with engine "fragments", 0 for
-    another engine.
+    V that a token and head have, as the dots take them; ``registers``: about how many a thread of engine "fragments" needs.
 
     Measured on an H100 and an H200: TIP is fastest with 5 programs a multiprocessor or as many as have registers there, or
-    with 4 of engine "dot"; FAC with 4.
+    with 4 of another engine; FAC with 4.
     """
-    long = rows * L >= 1 << 19
-    block_t = 256 if registers or long else 128
+    fragments = engine == "fragments"
+    long = engine == "dot" and rows * L >= 1 << 19
+    block_t = 256 if fragments or long else 128
     tiles = -(-L // block_t)
-    per_sm = min(5, 65536 // (128 * registers)) if registers else 4
+    per_sm = min(5, 65536 // (128 * registers)) if fragments else 4
     chunks = min(max(1, per_sm * device.sms // rows), tiles)
     chunks = -(-tiles // -(-tiles // chunks))  # as few as need no more tiles each
     block_n = 16 if width > 2048 else 32 if rows > 16 or width > 1024 else 64
@@ -55,8 +57,8 @@ def configuration(rows: int, L: int, n_fac: int, width: int, registers: int, dev
     return Configuration(
         chunks=chunks,
         block_t=block_t,
-        tip_warps=8 if long and not registers else 4,  # of "fragments": block_t / 64
-        tip_stages=1 if registers else 3,
+        tip_warps=8 if long else 4,  # of "fragments": block_t / 64
+        tip_stages=3 if engine == "dot" else 1,
         splits=splits,
         block_k=_block_k(L, splits),
         block_n=block_n,
@@ -97,11 +99,11 @@ class Scan:
         self.engine, self.heads, self.block_w, self.pack = _engine(
             data, self.fmt, self.group, q.shape[3], self.reduction, self.device
         )
-        registers = 0
+        registers = 0  # about what ptxas gives: the queries, a tile and all else
         if data is not None and self.engine == "fragments":
             token = data.shape[3] * data.element_size()
             registers = 3 * self.heads * token // (2 * _step_bytes(self.fmt)) + token // 2 + 22
-        self.config = config or configuration(self.rows, L, n_fac, width, registers, self.device)
+        self.config = config or configuration(self.rows, L, n_fac, width, self.engine, registers, self.device)
         self.keys = self._scratch(self.rows * L + 16)  # these two are read somewhat beyond their end
         self.codes = self._scratch(self.rows * L + 16, dtype=torch.uint8)
         self.bins = self._scratch(self.rows, 32 * LINES.value, dtype=torch.int32)
@@ -311,18 +313,17 @@ def _step_bytes(fmt: str) -> int:
     return 4 if fmt in ("int4", "fp8") else 8
 
 
-def _engine(
-    data: Tensor | None, fmt: str, G: int, D: int, reduction: str, device: Device
-) -> tuple[str, int, int, int]:
+def _engine(data: Tensor | None, fmt: str, G: int, D: int, reduction: str, device: Device) -> tuple[str, int, int, int]:
     """How TIP multiplies, over how many (padded) heads and elements, and how many tokens make a row of the tensor cores' operand in
     engine "dot".
 
     "fragments" needs the fewest instructions and no shared memory, and keeps the queries of all heads in registers: with many heads or dims there
-    is no room. "dot" takes at least 8 or 16 columns, and with fewer heads several tokens share a row.
+    is no room, and from 5 heads on Hopper's dot of e4m3 is faster (measured on an H200). "dot" takes at least 8 or 16 columns, and with fewer heads several tokens share a row.
     """
     if data is None:
         return "all", max(16, power_of_2(G)), min(64, max(16, power_of_2(D))), 1
     columns, size = data.shape[3], data.element_size()
+    most = 4 if fmt == "fp8" else 8
     if (
         device.native
         and device.capability >= (89 if fmt == "fp8" else 80)
@@ -330,7 +331,7 @@ def _engine(
         and reduction != "softmax_sum"
         and columns * size % _step_bytes(fmt) == 0
         and columns * size <= 64
-        and G <= 8
+        and G <= most
         and data.data_ptr() % 16 == 0
     ):
         return "fragments", max(2, power_of_2(G)), max(4, power_of_2(columns)), 1
