@@ -331,7 +331,7 @@ def _engine(data: Tensor | None, fmt: str, G: int, D: int, reduction: str, devic
         and reduction != "softmax_sum"
         and columns * size % _step_bytes(fmt) == 0
         and columns * size <= 64
-        and G <= most
+        and most >= G
         and data.data_ptr() % 16 == 0
     ):
         return "fragments", max(2, power_of_2(G)), max(4, power_of_2(columns)), 1
