@@ -44,33 +44,69 @@ def _codes_at(codes, t, first, stop, V: tl.constexpr):
 
 
 @triton.jit
-def _count_between(keys, lo, hi, first, stop, BLOCK: tl.constexpr):
-    """How many tokens in [first, stop) have keys in [lo, hi]; never those with -inf."""
-    n = tl.full((), 0, tl.int32)
-    for t0 in range(first // 16 * 16, stop, BLOCK):  # aligned, so that keys are read four at a time
-        t = t0 + tl.arange(0, BLOCK)
-        x = _keys_at(keys, t, first, stop)
-        n += tl.sum(((x >= lo) & (x <= hi)).to(tl.int32), axis=0)
-    return n
+def _key_tile(keys, t0, first, stop, BLOCK: tl.constexpr):
+    """Keys of BLOCK tokens from ``t0`` on, -inf outside [first, stop), ``[BLOCK / LANES, LANES]``: a sum over axis 0 is each thread's own."""
+    LANES: tl.constexpr = 512 if BLOCK > 512 else BLOCK
+    t = t0 + (tl.arange(0, BLOCK // LANES) * LANES)[:, None] + tl.arange(0, LANES)[None, :]
+    return _keys_at(keys, t, first, stop)
 
 
 @triton.jit
-def find_threshold(keys, n_fac, first, stop, BLOCK: tl.constexpr, EXACT: tl.constexpr):
+def _count_between(keys, lo, hi, first, stop, BLOCK: tl.constexpr):
+    """How many tokens in [first, stop) have keys in [lo, hi]; never those with -inf."""
+    LANES: tl.constexpr = 512 if BLOCK > 512 else BLOCK
+    n = tl.zeros((LANES,), tl.int32)
+    for t0 in range(first // 16 * 16, stop, BLOCK):  # aligned, so that keys are read four at a time
+        x = _key_tile(keys, t0, first, stop, BLOCK)
+        n += tl.sum(((x >= lo) & (x <= hi)).to(tl.int32), axis=0)
+    return tl.sum(n, axis=0)
+
+
+@triton.jit
+def _between(lo, hi, part, other):
+    """What lies ``part`` of the way from lo to hi; ``other``, which lies between them, where rounding leaves nothing there."""
+    x = lo * (1.0 - part) + hi * part
+    return tl.where((x > lo) & (x < hi), x, other)
+
+
+@triton.jit
+def _narrowed(lo, hi, n_lo, n_hi, level, n, want):
+    """An interval that ``find_threshold`` searches, with what ``n`` keys from ``level`` on tell."""
+    up = (n >= want) & (level >= lo)  # equal: zero may follow minus zero
+    down = (n < want) & (level <= hi)
+    return tl.where(up, level, lo), tl.where(down, level, hi), tl.where(up, n, n_lo), tl.where(down, n, n_hi)
+
+
+@triton.jit
+def find_threshold(keys, n_fac, first, stop, guess_lo, guess_hi, BLOCK: tl.constexpr, EXACT: tl.constexpr):
     """Searches a row for ``(hi_level, lo, below)``: the top ``n_fac`` are the keys >= hi_level and, of those in
     [lo, hi_level), the tokens before ``below``. At most n_fac / 32 more are taken where that saves steps, and none if EXACT; equal
-    keys are told apart by their index, exactly."""
+    keys are told apart by their index, exactly. ``guess_lo`` and ``guess_hi`` are any two numbers: the nearer the level lies between them, the
+    fewer times the keys are read."""
     INF: tl.constexpr = float("inf")
-    n_hi = tl.full((), 0, tl.int32)  # forced
-    n_lo = tl.full((), 0, tl.int32)  # valid
-    least = tl.full((), INF, tl.float32)
-    most = tl.full((), -INF, tl.float32)
+    LANES: tl.constexpr = 512 if BLOCK > 512 else BLOCK
+    # Of keys with +inf (forced), of valid ones, and of those from the guesses on.
+    n_hi = tl.zeros((LANES,), tl.int32)
+    n_lo = tl.zeros((LANES,), tl.int32)
+    n_guess_lo = tl.zeros((LANES,), tl.int32)
+    n_guess_hi = tl.zeros((LANES,), tl.int32)
+    least = tl.full((LANES,), INF, tl.float32)
+    most = tl.full((LANES,), -INF, tl.float32)
     for t0 in range(first // 16 * 16, stop, BLOCK):
-        t = t0 + tl.arange(0, BLOCK)
-        x = _keys_at(keys, t, first, stop)
+        x = _key_tile(keys, t0, first, stop, BLOCK)
+        valid = x > -INF
         n_hi += tl.sum((x == INF).to(tl.int32), axis=0)
-        n_lo += tl.sum((x > -INF).to(tl.int32), axis=0)
-        least = tl.minimum(least, tl.min(tl.where(x > -INF, x, INF), axis=0))
+        n_lo += tl.sum(valid.to(tl.int32), axis=0)
+        n_guess_lo += tl.sum((valid & (x >= guess_lo)).to(tl.int32), axis=0)
+        n_guess_hi += tl.sum((valid & (x >= guess_hi)).to(tl.int32), axis=0)
+        least = tl.minimum(least, tl.min(tl.where(valid, x, INF), axis=0))
         most = tl.maximum(most, tl.max(tl.where(x < INF, x, -INF), axis=0))
+    n_hi = tl.sum(n_hi, axis=0)
+    n_lo = tl.sum(n_lo, axis=0)
+    n_guess_lo = tl.sum(n_guess_lo, axis=0)
+    n_guess_hi = tl.sum(n_guess_hi, axis=0)
+    least = tl.min(least, axis=0)
+    most = tl.max(most, axis=0)
     want = tl.minimum(n_fac, n_lo)
     enough = want
     if not EXACT:
@@ -80,34 +116,61 @@ def find_threshold(keys, n_fac, first, stop, BLOCK: tl.constexpr, EXACT: tl.cons
     hi = tl.full((), INF, tl.float32)
     lo = tl.where(n_hi == want, hi, least)
     n_lo = tl.where(n_hi == want, n_hi, n_lo)
-    middle = most
-    searching = n_lo > enough
+    if n_hi < want:
+        if (n_guess_lo >= want) & (guess_lo > lo):
+            lo = guess_lo
+            n_lo = n_guess_lo
+        if (n_guess_hi >= want) & (guess_hi > lo):
+            lo = guess_hi
+            n_lo = n_guess_hi
+        if (n_guess_hi < want) & (guess_hi > lo) & (guess_hi < hi):
+            hi = guess_hi
+            n_hi = n_guess_hi
+        if (n_guess_lo < want) & (guess_lo > lo) & (guess_lo < hi):
+            hi = guess_lo
+            n_hi = n_guess_lo
+    # While hi is infinite, ``most`` is the last level; all from there on are equal.
+    searching = (n_lo > enough) & ((hi < INF) | (most > lo))
     turn = tl.full((), 0, tl.int32)
     while searching:
-        n = _count_between(keys, middle, INF, first, stop, BLOCK)
-        if n >= want:
-            lo = middle
-            n_lo = n
-        else:
-            hi = middle
-            n_hi = n
-        searching = (n_lo > enough) & (hi < INF)  # while hi is infinite, all that compete are equal
-        if searching:
-            # By the counts (their logarithms fall about linearly in the tail), by halves, and by halves of the bits, which
-            # bounds the number of steps.
-            log_lo = tl.log2(n_lo.to(tl.float32))
-            log_hi = tl.log2(tl.maximum(n_hi, 1).to(tl.float32))
-            ends = (log_lo - tl.log2(want.to(tl.float32))) / tl.maximum(log_lo - log_hi, 1e-6)
-            ends = tl.where(turn % 3 < 2, ends, 0.5)
-            middle = lo * (1.0 - ends) + hi * ends
-            lo_bits = _ordered(lo)
-            hi_bits = _ordered(hi)
-            half_bits = (lo_bits & hi_bits) + ((lo_bits ^ hi_bits) >> 1)
-            outside = (middle <= lo) | (middle >= hi) | (middle != middle)
-            if (turn % 6 == 5) | outside:
-                middle = _unordered(half_bits)
-            turn += 1
-            searching = half_bits > lo_bits
+        # Three levels at a time. By turns: where the counts let expect it (their logarithms fall about linearly in the tail), by
+        # quarters, and by quarters of the bits, which bounds the number of turns.
+        lo_bits = _ordered(lo)
+        hi_bits = _ordered(hi)
+        half_bits = (lo_bits & hi_bits) + ((lo_bits ^ hi_bits) >> 1)
+        half = _unordered(half_bits)
+        low_bits = (lo_bits & half_bits) + ((lo_bits ^ half_bits) >> 1)
+        high_bits = (half_bits & hi_bits) + ((half_bits ^ hi_bits) >> 1)
+        log_lo = tl.log2(n_lo.to(tl.float32))
+        log_hi = tl.log2(tl.maximum(n_hi, 1).to(tl.float32))
+        goal = tl.log2((want + enough).to(tl.float32) * 0.5)
+        ends = (log_lo - goal) / tl.maximum(log_lo - log_hi, 1e-6)
+        ends = tl.minimum(tl.maximum(ends, 0.0), 1.0)
+        by_counts = turn % 3 == 0
+        top = tl.where(hi < INF, hi, most)
+        level_1 = _between(lo, top, tl.where(by_counts, ends * 0.875, 0.25), half)
+        level_2 = _between(lo, top, tl.where(by_counts, ends, 0.5), half)
+        level_3 = _between(lo, top, tl.where(by_counts, ends * 0.875 + 0.125, 0.75), half)
+        if turn % 3 == 2:
+            level_1 = tl.where(low_bits > lo_bits, _unordered(low_bits), half)
+            level_2 = half
+            level_3 = tl.where(high_bits < hi_bits, _unordered(high_bits), half)
+        level_3 = tl.where(hi < INF, level_3, most)
+        n_1 = tl.zeros((LANES,), tl.int32)
+        n_2 = tl.zeros((LANES,), tl.int32)
+        n_3 = tl.zeros((LANES,), tl.int32)
+        for t0 in range(first // 16 * 16, stop, BLOCK):
+            x = _key_tile(keys, t0, first, stop, BLOCK)
+            n_1 += tl.sum((x >= level_1).to(tl.int32), axis=0)
+            n_2 += tl.sum((x >= level_2).to(tl.int32), axis=0)
+            n_3 += tl.sum((x >= level_3).to(tl.int32), axis=0)
+        lo, hi, n_lo, n_hi = _narrowed(lo, hi, n_lo, n_hi, level_1, tl.sum(n_1, axis=0), want)
+        lo, hi, n_lo, n_hi = _narrowed(lo, hi, n_lo, n_hi, level_2, tl.sum(n_2, axis=0), want)
+        lo, hi, n_lo, n_hi = _narrowed(lo, hi, n_lo, n_hi, level_3, tl.sum(n_3, axis=0), want)
+        turn += 1
+        lo_bits = _ordered(lo)
+        hi_bits = _ordered(hi)
+        searching = (n_lo > enough) & (hi < INF) & ((lo_bits & hi_bits) + ((lo_bits ^ hi_bits) >> 1) > lo_bits)
     ties = n_lo > enough
     hi_level = tl.where(ties, hi, lo)
     below = tl.full((), 0, tl.int32)
@@ -318,7 +381,10 @@ def select_tokens(
     lo = tl.full((), 0.0, tl.float32)
     below = tl.full((), 0, tl.int32)
     if by_bin == 0:
-        hi_level, lo, below = find_threshold(keys, n_fac, first, stop, 2048, False)
+        # In the bin found there are too many, or all bins hold too few.
+        guess_lo = origin + tl.where(bin < 0, -BELOW, bin).to(tl.float32) / per_width
+        guess_hi = tl.where(bin < 0, origin, guess_lo + 1.0 / per_width)
+        hi_level, lo, below = find_threshold(keys, n_fac, first, stop, guess_lo, guess_hi, 4096, False)
 
     writes_hint = split == 0
     if TOKENS > 1:

@@ -105,7 +105,8 @@ def chosen_fac_kernel(
     wait_for_predecessor(EARLY)
     listed += row * RANKS * width
     tokens += row * width
-    hi, lo, below = find_threshold(listed, n_fac, rank * 0, RANKS * width, 2048, True)
+    anywhere = tl.full((), 0.0, tl.float32)
+    hi, lo, below = find_threshold(listed, n_fac, rank * 0, RANKS * width, anywhere, anywhere, 4096, True)
     m_i, l_i, acc, factor = softmax_start(scale, GP, DVP, SOFTCAP)
     lane = tl.arange(0, BLOCK_N)
     for i0 in range(split * BLOCK_N, width, SPLITS * BLOCK_N):

@@ -9,8 +9,8 @@ from fasa_compile.triton_kernels.attend import find_threshold
 
 
 @triton.jit
-def search(keys, levels, index, n_fac, first, stop, EXACT: tl.constexpr):
-    high, low, below = find_threshold(keys, n_fac, first, stop, 256, EXACT)
+def search(keys, levels, index, n_fac, first, stop, guess_lo, guess_hi, EXACT: tl.constexpr):
+    high, low, below = find_threshold(keys, n_fac, first, stop, guess_lo, guess_hi, 1024, EXACT)
     tl.store(levels, high)
     tl.store(levels + 1, low)
     tl.store(index, below)

@@ -334,31 +334,53 @@ ROWS = {
 @interpreted
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("name", ROWS)
-def test_search_finds_the_best(name: str, exact: bool) -> None:
-    """Whatever the keys: all that are kept are at least as good as all that are not, earlier ones where they are equal."""
+def test_search_finds_the_best(name: str, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the keys and the guesses: all that are kept are at least as good as all that are not, earlier ones where they are
+    equal. How often the keys are read is bounded, and little where a guess is good or keys are as they mostly are."""
     from search_kernel import search
 
+    from fasa_compile.triton_kernels import attend
+
+    calls = []
+    narrowed = attend._narrowed
+    monkeypatch.setattr(attend, "_narrowed", lambda *how: calls.append(1) or narrowed(*how))
     keys, t = ROWS[name](torch.Generator().manual_seed(0)), torch.arange(3000)
     first, stop = 37, 2950
     keys[:first] = torch.inf  # are not the row's
+    best = keys[first:stop].sort(descending=True).values
     for n_fac in (1, 100, 1000, 2913):
-        levels, index = torch.zeros(2), torch.zeros(1, dtype=torch.int32)
-        search[(1,)](keys, levels, index, n_fac, first, stop, EXACT=exact)
-        high, low = levels.tolist()
-        mine = (t >= first) & (t < stop)
-        kept = mine & ((keys >= high) | ((keys >= low) & (keys < high) & (t < int(index))))
-        want = min(n_fac, int((mine & (keys > -torch.inf)).sum()))
-        forced = int((mine & (keys == torch.inf)).sum())
-        if want > forced:  # else the forced ones are more than is asked for, which no step asks
-            assert want <= kept.sum() <= want + (0 if exact else want // 32)
-            left = mine & ~kept
-            if left.any():
-                worst = keys[kept].min()
-                assert worst >= keys[left].max()
-                assert (
-                    not ((keys == worst) & left).any()
-                    or t[kept & (keys == worst)].max() < t[left & (keys == worst)].min()
-                )
+        level = float(best[min(n_fac, 2912) - 1])
+        guesses = [
+            (0.0, 0.0),
+            (level - 0.1, level + 0.1),
+            (level, level),
+            (level + 0.1, level + 9.0),
+            (level - 9.0, level - 0.1),
+        ]
+        guesses += [(torch.nan, torch.inf), (-torch.inf, -3e38), (level + 1.0, level - 1.0)]
+        for guess in guesses:
+            calls.clear()
+            levels, index = torch.zeros(2), torch.zeros(1, dtype=torch.int32)
+            search[(1,)](keys, levels, index, n_fac, first, stop, *guess, EXACT=exact)
+            high, low = levels.tolist()
+            mine = (t >= first) & (t < stop)
+            kept = mine & ((keys >= high) | ((keys >= low) & (keys < high) & (t < int(index))))
+            want = min(n_fac, int((mine & (keys > -torch.inf)).sum()))
+            forced = int((mine & (keys == torch.inf)).sum())
+            if want > forced:  # else the forced ones are more than is asked for, which no step asks
+                assert want <= kept.sum() <= want + (0 if exact else want // 32)
+                left = mine & ~kept
+                if left.any():
+                    worst = keys[kept].min()
+                    assert worst >= keys[left].max()
+                    assert (
+                        not ((keys == worst) & left).any()
+                        or t[kept & (keys == worst)].max() < t[left & (keys == worst)].min()
+                    )
+            turns = len(calls) // 3
+            assert turns <= 48
+            if name in ("random", "all positive", "forced") and n_fac in (100, 1000) and not exact:
+                assert turns <= (2 if guess == (level - 0.1, level + 0.1) else 5)
 
 
 @interpreted
