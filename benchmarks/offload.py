@@ -10,7 +10,7 @@ Each part adds its rows to the record. ``link``: what host memory costs to get, 
 layer in CUDA graphs, four sites in turn, queries that walk around a circle in ``n`` steps: the fewer, the more of the selection changes
 in each, down to independent queries; how much was fetched is counted, not assumed. ``step``: a whole model of Llama-3.1-8B geometry
 (``decode.py``), all layers with the first one's weights, inputs that are more or less like the last one's; the logits of ``--soak`` steps are
-compared bit for bit. ``memory``: what the card holds for one layer. ``long``: a context whose K and V the card cannot hold.
+compared bit for bit: Inductor then chooses nothing by timing, which would give each process reductions of its own. ``memory``: what the card holds for one layer. ``long``: a context whose K and V the card cannot hold.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import decode
+import numpy as np
 import torch
 from _timing import environment, graph_time
 from torch import Tensor
@@ -295,21 +296,24 @@ class Steps:
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated() - self.before
 
-    def soak(self, steps: int) -> dict[str, Any]:
-        """``steps`` steps whose selections change: a digest of every step's logits, and the memory meanwhile."""
+    def soak(self, steps: int, logits: Path) -> dict[str, Any]:
+        """``steps`` steps whose selections change: a digest of every step's logits, and the memory meanwhile. The first steps' go to ``logits``."""
         self.noise.manual_seed(13)
         self.x = self.fresh()
         self.rewind(steps + 2)
-        digests, memory = [], []
+        digests, memory, first = [], [], []
         begin = time.perf_counter()
         for i in range(steps):
             out = self.step(0.0 if i % 100 == 99 else 0.95)
             digests.append(
                 out.view(torch.int16).to(torch.int64).mul(torch.arange(1, out.shape[-1] + 1, device="cuda")).sum()
             )
+            if i < 8:
+                first.append(out.float().cpu())
             if i % 100 == 50:
                 torch.cuda.synchronize()
                 memory.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), resident_bytes()))
+        np.save(logits, torch.stack(first).numpy())
         return {
             "steps": steps,
             "seconds": time.perf_counter() - begin,
@@ -329,6 +333,7 @@ def worker(case: str, lock: str, layers: int, soak: int, out: Path) -> None:
     hot = int(variant.split("-")[1]) if "-" in variant else None
     turn = decode.Turn(lock)
     torch.manual_seed(0)
+    torch._inductor.config.deterministic = soak > 0
     model = model_of(layers, shared=True)
     run = Steps(model, batch, length, variant.startswith("host"), hot, "int4", 32)
     run.rewind(64)
@@ -350,7 +355,7 @@ def worker(case: str, lock: str, layers: int, soak: int, out: Path) -> None:
     out.write_text(json.dumps(row))
     if soak:
         turn.take()
-        row["soak"] = run.soak(soak)
+        row["soak"] = run.soak(soak, out.with_suffix(".npy"))
         turn.leave()
         out.write_text(json.dumps(row))
 
@@ -373,10 +378,12 @@ def step(cases: list[str], layers: int, soak: int, limit: float, lock: str | Non
                 process.kill()
                 print(case, "took too long", flush=True)
         rows = [json.loads(out.read_text()) for _, out, _ in running if out.exists()]
+        first = [np.load(out.with_suffix(".npy")) for _, out, _ in running if out.with_suffix(".npy").exists()]
     soaks = [row["soak"] for row in rows if "soak" in row]
     digests = [s.pop("digests") for s in soaks]
     if len(digests) == 2:
-        rows[0]["soak"]["steps_equal"] = sum(a == b for a, b in zip(*digests, strict=True))
+        soaks[0]["steps_equal"] = sum(a == b for a, b in zip(*digests, strict=True))
+        soaks[0]["difference_of_first_steps"] = float(abs(first[0] - first[1]).max() / abs(first[0]).max())
     return rows
 
 

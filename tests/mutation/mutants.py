@@ -1011,6 +1011,33 @@ add(
     f"{INTERPRETER}::test_masks",
 )
 
+add(
+    "what lies just below the lowest bin is kept and not counted",
+    "code = (tl.maximum(bin_of(key, origin, per_width), -1.0) + 2.0).to(tl.int32)",
+    "code = tl.maximum(bin_of(key, origin, per_width), -1.0).to(tl.int32) + 2\n"
+    "                counted = counted & (bin_of(key, origin, per_width) >= 0.0)",
+    f"{INTERPRETER}::test_a_threshold_in_the_lowest_bin",
+)
+add(
+    "a thread's tokens are neighbours",
+    "        lane = lane // 32 * 64 + lane % 32\n",
+    "        lane = lane * 2\n",
+    f"{INTERPRETER}::test_fragments",
+)
+add = breaks("triton_kernels/fragments.py", INTERPRETER)
+add(
+    "heads of a pair are exchanged",
+    "+ column % 2 * WORDS",
+    "+ (1 - column % 2) * WORDS",
+    f"{INTERPRETER}::test_fragments",
+)
+add(
+    "all pieces are of the row's first token",
+    "own = column // 2 == (n * 4 * BYTES + place) // WIDTH",
+    "own = column // 2 == place // WIDTH",
+    f"{INTERPRETER}::test_fragments",
+)
+
 add = breaks("triton_kernels/query.py", INTERPRETER)
 add(
     "query heads are numbered across groups",
@@ -1045,6 +1072,12 @@ add(
     "by_bin = everything | ((bin >= 0) & (n_bin <= n_fac + n_fac * 3 // 25))",
     "by_bin = everything | (bin >= 0)",
     f"{INTERPRETER}::test_whatever_the_hint_holds",
+)
+add(
+    "a level's count is that of the level below",
+    "level_2, tl.sum(n_2, axis=0), want)",
+    "level_2, tl.sum(n_1, axis=0), want)",
+    f"{INTERPRETER}::test_search_finds_the_best",
 )
 add(
     "all equal keys are needed",
