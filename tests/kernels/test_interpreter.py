@@ -315,6 +315,28 @@ def test_equal_keys_are_told_apart_by_index(first: int, best: int) -> None:
         assert sorted(tokens) == [*range(first, first + 32 - best), *range(200 - best, 200)]
 
 
+@interpreted
+def test_keys_that_are_neighbouring_numbers() -> None:
+    """Of three levels a unit apart the two higher ones are kept whole, and of the lowest what is missing, from the first token on."""
+    from fasa_compile.triton_kernels import sparse_decode
+
+    one = {"B": 1, "Hkv": 1, "G": 1, "W": 16, "D": 16, "DV": 16, "n_fac": 32, "n_sink": 0, "n_recent": 0}
+    case = make_case("fp32", L=200, reduction="max", dtype=torch.float32, **one)
+    level = torch.ones(200)
+    level[50:60], level[100:120] = 1 + 2**-22, 1 + 2**-23
+    case.q.zero_(), case.k.zero_()
+    case.q[..., 0], case.k[0, 0, :, 0] = 1.0, level
+    dims, centre, spread = torch.arange(16)[None].int(), torch.zeros(1, 16), torch.ones(1, 16)
+    cache = (*reference.pack(case.k, dims, centre, spread, "fp32"), dims, centre, spread)
+    selection: list[tuple[torch.Tensor, torch.Tensor]] = []
+    sparse_decode.sparse_decode(
+        case.q, case.k, case.v, *cache, torch.zeros(1), selection=selection, **case.how | {"scale": 1.0}
+    )
+    kept, count = selection[0]
+    tokens = [t for s in range(kept.shape[1]) for t in kept[0, s, : count[0, s]].tolist()]
+    assert sorted(tokens) == [0, 1, *range(50, 60), *range(100, 120)]
+
+
 ROWS = {
     "random": lambda g: torch.randn(3000, generator=g) * 5,
     "all positive": lambda g: torch.rand(3000, generator=g) + 7,

@@ -1064,8 +1064,7 @@ add(
     "the threshold itself is not kept",
     "keep = (x >= hi_level) | (",
     "keep = (x > hi_level) | (",
-    f"{INTERPRETER}::test_equal_keys_are_told_apart_by_index",
-    f"{INTERPRETER}::test_whatever_the_hint_holds",
+    f"{INTERPRETER}::test_keys_that_are_neighbouring_numbers",
 )
 add(
     "a bin may hold any number of tokens",
