@@ -32,30 +32,32 @@ def model_on(device: str) -> Any:
 
 
 @torch.no_grad()
-def decode(model: Any, backend: Any, cache: Any, ids: torch.Tensor) -> list[int]:
-    """Greedy tokens: the prompt by the model itself, then one token at a time by the compiled one."""
+def decode(model: Any, backend: Any, cache: Any, ids: torch.Tensor) -> tuple[list[int], float]:
+    """Greedy tokens: the prompt by the model itself, then one token at a time by the compiled one; and the share of attended rows that
+    did not have to be fetched. It is counted as long as the compiled model lives."""
     torch._dynamo.reset()
     step = torch.compile(model, backend=backend)
     out = [model(ids, past_key_values=cache).logits[:, -1].argmax(-1)]
     for _ in range(STEPS - 1):
         out.append(step(input_ids=out[-1][:, None], past_key_values=cache).logits[:, -1].argmax(-1))
-    return [int(token) for token in out]
+    counts = fasa_compile.stats().get("hot", {}).values()
+    fetched, attended = (sum(c[name] for c in counts) for name in ("fetched", "attended"))
+    return [int(token) for token in out], 1 - fetched / max(attended, 1)
 
 
-def main(device: str, inner: str = "inductor") -> tuple[list[int], list[int], str]:
+def main(device: str, inner: str = "inductor") -> tuple[list[int], list[int], float, str]:
     model = model_on(device)
     ids = torch.randint(0, 512, (1, PROMPT), device=device)
     profile = calibrate(model, torch.randint(0, 512, (1, 512), device=device))
     how: dict[str, Any] = {"n_fac": N_FAC, "dense_below": 0, "inner": inner}
-    on_card = decode(model, fasa_backend(profile, **how), StaticCache(model.config, max_cache_len=LENGTH), ids)
+    on_card, _ = decode(model, fasa_backend(profile, **how), StaticCache(model.config, max_cache_len=LENGTH), ids)
     backend = fasa_backend(profile, offload="cpu", **how)
-    in_host_memory = decode(model, backend, FasaStaticCache(model.config, max_cache_len=LENGTH), ids)
-    return on_card, in_host_memory, str(backend.explain())
+    cache = FasaStaticCache(model.config, max_cache_len=LENGTH)
+    in_host_memory, hits = decode(model, backend, cache, ids)
+    return on_card, in_host_memory, hits, str(backend.explain())
 
 
 if __name__ == "__main__":
-    plain, offloaded, report = main("cuda" if torch.cuda.is_available() else "cpu")
+    plain, offloaded, hits, report = main("cuda" if torch.cuda.is_available() else "cpu")
     print(report)
-    counts = fasa_compile.stats()["hot"].values()
-    hits = 1 - sum(c["fetched"] for c in counts) / sum(c["attended"] for c in counts)
     print(f"hit rate of the hot buffer: {hits:.2f}; the same {STEPS} tokens: {plain == offloaded}")

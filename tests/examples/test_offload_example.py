@@ -5,14 +5,11 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
-import fasa_compile
-
 
 def test_the_same_tokens_from_host_memory():
     # By its path: a benchmark has the same name.
     main = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "offload.py"))["main"]
-    on_card, in_host_memory, report = main("cpu", inner="eager")
+    on_card, in_host_memory, hits, report = main("cpu", inner="eager")
     assert on_card == in_host_memory and len(set(on_card)) > 1
     assert "K and V of 2 sites in host memory" in report
-    counts = fasa_compile.stats()["hot"].values()
-    assert 0 < sum(c["fetched"] for c in counts) < sum(c["attended"] for c in counts)
+    assert 0 < hits < 1
