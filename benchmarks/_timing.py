@@ -41,10 +41,8 @@ def graph_time(calls: Sequence[Callable[[], object]], loops: int = 1, repeats: i
     return statistics.median(times)
 
 
-def kernel_times(
-    calls: Sequence[Callable[[], object]], of: Callable[[list[float]], float] = statistics.median
-) -> dict[str, float]:
-    """Microseconds of each kernel that ``calls`` launch, by name, as the profiler sees them: the median, or another number ``of`` all."""
+def kernel_times(calls: Sequence[Callable[[], object]]) -> dict[str, list[float]]:
+    """Microseconds of each kernel that ``calls`` launch, of all its launches, by name, as the profiler sees them."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -56,7 +54,7 @@ def kernel_times(
     for event in profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             times.setdefault(event.name, []).append(event.device_time)
-    return {name: of(values) for name, values in times.items()}
+    return times
 
 
 def environment() -> dict[str, str]:

@@ -36,6 +36,8 @@ CACHES = {"fp8 n_tip 16": ("fp8", 32), "int4 n_tip 32": ("int4", 64), "bf16 n_ti
 BYTES_PER_US = 3.0e6  # what a copy reaches on an H100
 #: Dense kernels of others that this one is compared with.
 BASELINES = ("SDPA flash us", "SDPA cuDNN us", *_flashinfer.KERNELS)
+#: Kernels of a sparse step.
+KERNELS = ("query_kernel", "tip_kernel", "fac_kernel", "merge_kernel")
 SHAPES = [(1, 8192), (1, 32768), (1, 131072), (8, 8192), (8, 32768), (32, 8192)]
 FASA = torch.ops.fasa
 
@@ -194,14 +196,10 @@ def measure(B: int, L: int, flex: bool) -> dict[str, object]:
             case["floor us"] = round(B * HKV * (L * bytes_per_token(W, fmt) + N_FAC * 4 * D) / BYTES_PER_US, 1)
             case["with a given selection us"] = round(graph_time(without_selecting(sets, name)), 1)
             case["every step searches us"] = round(graph_time(sparse_calls(sets, name, jump=True)), 1)
-            for what, of in (("kernels us", statistics.median), ("slowest kernels us", max)):
-                case[
-                    what
-                ] = {  # each alone, as the profiler sees it: in a graph they overlap. A row that searches is slow in FAC
-                    kernel: round(us, 1)
-                    for kernel, us in kernel_times(sparse_calls(sets, name), of).items()
-                    if kernel in ("query_kernel", "tip_kernel", "fac_kernel", "merge_kernel")
-                }
+            # Each alone, as the profiler sees it: in a graph they overlap. A row that searches is slow in FAC.
+            times = kernel_times(sparse_calls(sets, name))
+            case["kernels us"] = {k: round(statistics.median(us), 1) for k, us in times.items() if k in KERNELS}
+            case["slowest kernels us"] = {k: round(max(us), 1) for k, us in times.items() if k in KERNELS}
         sparse.append(case)
     return row
 

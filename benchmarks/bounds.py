@@ -16,6 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import attention
 import torch
 from _timing import environment
 
@@ -38,13 +39,10 @@ COUNTERS = {
         1,
     ),
 }  # fmt: skip
-KERNELS = ("query_kernel", "tip_kernel", "fac_kernel", "merge_kernel")
 
 
 def step(shape: str, cache: str) -> None:
     """What is profiled: the last of several steps."""
-    import attention
-
     B, L = map(int, shape.split("x"))
     torch.manual_seed(0)
     calls = attention.sparse_calls(attention.make_buffers(B, L)[:2], cache)
@@ -60,7 +58,7 @@ def step(shape: str, cache: str) -> None:
 def measure(shape: str, cache: str) -> list[dict[str, object]]:
     command = [
         "ncu", "--csv", "--page", "raw", "--print-units", "base", "--profile-from-start", "off", "--clock-control",
-        "none", "--kernel-name", f"regex:{'|'.join(KERNELS)}", "--metrics", ",".join(name for name, _ in COUNTERS.values()),
+        "none", "--kernel-name", f"regex:{'|'.join(attention.KERNELS)}", "--metrics", ",".join(name for name, _ in COUNTERS.values()),
         sys.executable, *(["-P"] if sys.flags.safe_path else []), __file__, "--step", shape, cache,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -86,8 +84,6 @@ def main() -> None:
     if options.step:
         step(*options.step)
         return
-    import attention
-
     cases = options.case or [f"{B}x{L}:{cache}" for B, L in attention.SHAPES for cache in attention.CACHES]
     record: dict[str, object] = {**environment(), "rows": (rows := [])}
     for case in cases:

@@ -15,6 +15,9 @@ from .bounds import allowed_by
 from .launch import admit_successor, wait_for_predecessor
 from .score import BELOW, BINS, LAST, LINES, VALID, counter_of, deal, dealt_token, owner, row_bounds
 
+# Searches read keys in tiles of so many columns, a multiple of what four warps read at once: a sum over a tile's rows is each thread's own.
+_LANES: tl.constexpr = tl.constexpr(512)
+
 
 @triton.jit
 def _ordered(x):
@@ -26,6 +29,12 @@ def _ordered(x):
 @triton.jit
 def _unordered(i):
     return tl.where(i < 0, i ^ 0x7FFFFFFF, i).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _half_way(a, b):
+    """Between two integers, rounded down, without overflow."""
+    return (a & b) + ((a ^ b) >> 1)
 
 
 @triton.jit
@@ -45,17 +54,15 @@ def _codes_at(codes, t, first, stop, V: tl.constexpr):
 
 @triton.jit
 def _key_tile(keys, t0, first, stop, BLOCK: tl.constexpr):
-    """Keys of BLOCK tokens from ``t0`` on, -inf outside [first, stop), ``[BLOCK / LANES, LANES]``: a sum over axis 0 is each thread's own."""
-    LANES: tl.constexpr = 512 if BLOCK > 512 else BLOCK
-    t = t0 + (tl.arange(0, BLOCK // LANES) * LANES)[:, None] + tl.arange(0, LANES)[None, :]
+    """Keys of BLOCK tokens from ``t0`` on, -inf outside [first, stop), ``[BLOCK / _LANES, _LANES]``."""
+    t = t0 + (tl.arange(0, BLOCK // _LANES) * _LANES)[:, None] + tl.arange(0, _LANES)[None, :]
     return _keys_at(keys, t, first, stop)
 
 
 @triton.jit
 def _count_between(keys, lo, hi, first, stop, BLOCK: tl.constexpr):
     """How many tokens in [first, stop) have keys in [lo, hi]; never those with -inf."""
-    LANES: tl.constexpr = 512 if BLOCK > 512 else BLOCK
-    n = tl.zeros((LANES,), tl.int32)
+    n = tl.zeros((_LANES,), tl.int32)
     for t0 in range(first // 16 * 16, stop, BLOCK):  # aligned, so that keys are read four at a time
         x = _key_tile(keys, t0, first, stop, BLOCK)
         n += tl.sum(((x >= lo) & (x <= hi)).to(tl.int32), axis=0)
@@ -84,14 +91,13 @@ def find_threshold(keys, n_fac, first, stop, guess_lo, guess_hi, BLOCK: tl.const
     keys are told apart by their index, exactly. ``guess_lo`` and ``guess_hi`` are any two numbers: the nearer the level lies between them, the
     fewer times the keys are read."""
     INF: tl.constexpr = float("inf")
-    LANES: tl.constexpr = 512 if BLOCK > 512 else BLOCK
     # Of keys with +inf (forced), of valid ones, and of those from the guesses on.
-    n_hi = tl.zeros((LANES,), tl.int32)
-    n_lo = tl.zeros((LANES,), tl.int32)
-    n_guess_lo = tl.zeros((LANES,), tl.int32)
-    n_guess_hi = tl.zeros((LANES,), tl.int32)
-    least = tl.full((LANES,), INF, tl.float32)
-    most = tl.full((LANES,), -INF, tl.float32)
+    n_hi = tl.zeros((_LANES,), tl.int32)
+    n_lo = tl.zeros((_LANES,), tl.int32)
+    n_guess_lo = tl.zeros((_LANES,), tl.int32)
+    n_guess_hi = tl.zeros((_LANES,), tl.int32)
+    least = tl.full((_LANES,), INF, tl.float32)
+    most = tl.full((_LANES,), -INF, tl.float32)
     for t0 in range(first // 16 * 16, stop, BLOCK):
         x = _key_tile(keys, t0, first, stop, BLOCK)
         valid = x > -INF
@@ -116,19 +122,8 @@ def find_threshold(keys, n_fac, first, stop, guess_lo, guess_hi, BLOCK: tl.const
     hi = tl.full((), INF, tl.float32)
     lo = tl.where(n_hi == want, hi, least)
     n_lo = tl.where(n_hi == want, n_hi, n_lo)
-    if n_hi < want:
-        if (n_guess_lo >= want) & (guess_lo > lo):
-            lo = guess_lo
-            n_lo = n_guess_lo
-        if (n_guess_hi >= want) & (guess_hi > lo):
-            lo = guess_hi
-            n_lo = n_guess_hi
-        if (n_guess_hi < want) & (guess_hi > lo) & (guess_hi < hi):
-            hi = guess_hi
-            n_hi = n_guess_hi
-        if (n_guess_lo < want) & (guess_lo > lo) & (guess_lo < hi):
-            hi = guess_lo
-            n_hi = n_guess_lo
+    lo, hi, n_lo, n_hi = _narrowed(lo, hi, n_lo, n_hi, guess_lo, n_guess_lo, want)
+    lo, hi, n_lo, n_hi = _narrowed(lo, hi, n_lo, n_hi, guess_hi, n_guess_hi, want)
     # While hi is infinite, ``most`` is the last level; all from there on are equal.
     searching = (n_lo > enough) & ((hi < INF) | (most > lo))
     turn = tl.full((), 0, tl.int32)
@@ -137,10 +132,10 @@ def find_threshold(keys, n_fac, first, stop, guess_lo, guess_hi, BLOCK: tl.const
         # quarters, and by quarters of the bits, which bounds the number of turns.
         lo_bits = _ordered(lo)
         hi_bits = _ordered(hi)
-        half_bits = (lo_bits & hi_bits) + ((lo_bits ^ hi_bits) >> 1)
+        half_bits = _half_way(lo_bits, hi_bits)
         half = _unordered(half_bits)
-        low_bits = (lo_bits & half_bits) + ((lo_bits ^ half_bits) >> 1)
-        high_bits = (half_bits & hi_bits) + ((half_bits ^ hi_bits) >> 1)
+        low_bits = _half_way(lo_bits, half_bits)
+        high_bits = _half_way(half_bits, hi_bits)
         log_lo = tl.log2(n_lo.to(tl.float32))
         log_hi = tl.log2(tl.maximum(n_hi, 1).to(tl.float32))
         goal = tl.log2((want + enough).to(tl.float32) * 0.5)
@@ -156,9 +151,9 @@ def find_threshold(keys, n_fac, first, stop, guess_lo, guess_hi, BLOCK: tl.const
             level_2 = half
             level_3 = tl.where(high_bits < hi_bits, _unordered(high_bits), half)
         level_3 = tl.where(hi < INF, level_3, most)
-        n_1 = tl.zeros((LANES,), tl.int32)
-        n_2 = tl.zeros((LANES,), tl.int32)
-        n_3 = tl.zeros((LANES,), tl.int32)
+        n_1 = tl.zeros((_LANES,), tl.int32)
+        n_2 = tl.zeros((_LANES,), tl.int32)
+        n_3 = tl.zeros((_LANES,), tl.int32)
         for t0 in range(first // 16 * 16, stop, BLOCK):
             x = _key_tile(keys, t0, first, stop, BLOCK)
             n_1 += tl.sum((x >= level_1).to(tl.int32), axis=0)
@@ -170,7 +165,7 @@ def find_threshold(keys, n_fac, first, stop, guess_lo, guess_hi, BLOCK: tl.const
         turn += 1
         lo_bits = _ordered(lo)
         hi_bits = _ordered(hi)
-        searching = (n_lo > enough) & (hi < INF) & ((lo_bits & hi_bits) + ((lo_bits ^ hi_bits) >> 1) > lo_bits)
+        searching = (n_lo > enough) & (hi < INF) & (_half_way(lo_bits, hi_bits) > lo_bits)
     ties = n_lo > enough
     hi_level = tl.where(ties, hi, lo)
     below = tl.full((), 0, tl.int32)

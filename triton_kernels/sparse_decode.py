@@ -318,7 +318,8 @@ def _engine(data: Tensor | None, fmt: str, G: int, D: int, reduction: str, devic
     engine "dot".
 
     "fragments" needs the fewest instructions and no shared memory, and keeps the queries of all heads in registers: with many heads or dims there
-    is no room, and from 5 heads on Hopper's dot of e4m3 is faster (measured on an H200). "dot" takes at least 8 or 16 columns, and with fewer heads several tokens share a row.
+    is no room, and from 5 heads on Hopper's dot of e4m3 is faster (measured on an H200). "dot" takes at least 8 or 16 columns, and with
+    fewer heads several tokens share a row.
     """
     if data is None:
         return "all", max(16, power_of_2(G)), min(64, max(16, power_of_2(D))), 1
