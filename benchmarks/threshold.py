@@ -84,19 +84,19 @@ def keys_of_layer(q: Tensor, k: Tensor) -> Tensor:
 
 
 def factor(cell: int, moved: int) -> float:
-    """How the bins' width changes after a step whose threshold lay in a bin of ``cell`` tokens, ``moved`` bins from the last."""
+    """``attend.width_factor``."""
     if cell * 12 > N_FAC:
-        return 0.25 if cell * 4 > N_FAC else 0.5
-    if moved > 10 and cell * 24 <= N_FAC:
-        return 2.0
+        return 0.25 if cell * 4 > N_FAC else 0.7
+    if moved > 8 and cell * 24 <= N_FAC:
+        return 1.5
     if cell * 80 < N_FAC:
         return 2.0 if cell * 160 < N_FAC else 1.0
     return 0.9 if moved < 4 else 1.0
 
 
-def replay(keys: Tensor) -> tuple[int, list[float], list[float]]:
-    """Steps of one row ``[STEPS, T]``: how many searched, kept tokens over n_fac in the others, threshold moves (nats)."""
-    level, width = 0.0, 0.0625
+def replay(keys: Tensor, level: float = 0.0, width: float = 0.0625) -> tuple[int, list[float], list[float]]:
+    """Steps of one row ``[STEPS, T]``: how many searched, kept tokens over n_fac in the others, threshold moves (nats). ``level`` and
+    ``width``: the state that the first step finds."""
     searches, kept, thresholds = 0, [], []
     for i, key in enumerate(keys):
         origin = level - BELOW * width

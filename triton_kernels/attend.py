@@ -336,6 +336,18 @@ def _threshold_bins(bins, row, n_fac, HKV: tl.constexpr, TOKENS: tl.constexpr):
 
 
 @triton.jit
+def width_factor(cell, moved, n_fac):
+    """How the bins' width changes after a step whose threshold lay in a bin of ``cell`` tokens, ``moved`` bins from the last one's. Bins widen
+    when it has moved by many of them and narrow slowly when by few, so that the window spans several times what the threshold
+    moves in a step. They widen by less than what would make a bin too full (``cell`` over 12 % of n_fac) on denser keys: queries that take turns
+    would else search at every turn. (``benchmarks/threshold.py`` repeats this.)"""
+    factor = tl.where(moved < 4, 0.9, 1.0)
+    factor = tl.where(cell * 80 < n_fac, tl.where(cell * 160 < n_fac, 2.0, 1.0), factor)
+    factor = tl.where((moved > 8) & (cell * 24 <= n_fac), 1.5, factor)
+    return tl.where(cell * 12 > n_fac, tl.where(cell * 4 > n_fac, 0.25, 0.7), factor)
+
+
+@triton.jit
 def select_tokens(
     hint, keys, codes, bins, window, kept, kept_count, row, split, first, stop, base, share, n_fac,
     HKV: tl.constexpr, MASK_KIND: tl.constexpr, HAS_HINT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -385,9 +397,7 @@ def select_tokens(
     if TOKENS > 1:
         writes_hint &= row // HKV % TOKENS == TOKENS - 1
     if HAS_HINT and writes_hint:
-        # The next window: this threshold where its bins begin to be dense. Bins widen when it has moved by many of them and narrow
-        # slowly when by few, so that the window spans several times what the threshold moves in a step. (``threshold.py`` repeats
-        # this.)
+        # The next window: this threshold where its bins begin to be dense.
         width = 1.0 / per_width
         inside_window = (bin >= 0) & (bin < LAST)
         lowest = bin
@@ -402,11 +412,7 @@ def select_tokens(
         level = tl.where(
             (level > -1e30) & (level < 1e30) & (inside_window | (by_bin == 0)), level, origin + BELOW * width
         )
-        factor = tl.where(moved < 4, 0.9, 1.0)
-        factor = tl.where(cell * 80 < n_fac, tl.where(cell * 160 < n_fac, 2.0, 1.0), factor)
-        factor = tl.where((moved > 10) & (cell * 24 <= n_fac), 2.0, factor)
-        factor = tl.where(cell * 12 > n_fac, tl.where(cell * 4 > n_fac, 0.25, 0.5), factor)
-        width *= tl.where(inside_window, factor, 1.0)
+        width *= tl.where(inside_window, width_factor(cell, moved, n_fac), 1.0)
         width = tl.where((inside_window == 0) & (by_bin == 0), tl.maximum(2.0 * width, 0.0625), width)
         at_hint = hint + owner(row, HKV, TOKENS) * 2
         tl.store(at_hint, level)

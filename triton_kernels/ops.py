@@ -32,7 +32,7 @@ from .formats import fc_cache_spec
 from .tokens import four_dims, from_rows
 
 #: Raise it with every change of what a kernel computes or of how it is called.
-KERNEL_VERSION = 9
+KERNEL_VERSION = 10
 
 #: Bytes that one process may contribute to ``peer_all_reduce`` and ``peer_all_gather``, and processes that may take part.
 MOST_BYTES, MOST_RANKS = 256 << 10, 8

@@ -1,11 +1,11 @@
-"""A kernel that does nothing but search a row for its threshold."""
+"""Kernels that do nothing but search a row for its threshold, and say how the bins' width changes."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from fasa_compile.triton_kernels.attend import find_threshold
+from fasa_compile.triton_kernels.attend import find_threshold, width_factor
 
 
 @triton.jit
@@ -14,3 +14,9 @@ def search(keys, levels, index, n_fac, first, stop, guess_lo, guess_hi, EXACT: t
     tl.store(levels, high)
     tl.store(levels + 1, low)
     tl.store(index, below)
+
+
+@triton.jit
+def factors(cells, moves, out, n_fac, N: tl.constexpr):
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(out + i, width_factor(tl.load(cells + i), tl.load(moves + i), n_fac))

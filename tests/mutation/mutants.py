@@ -17,6 +17,7 @@ FAULTS, GAPS = "end_to_end/test_faults.py", "end_to_end/test_mutation_gaps.py"
 SEVERAL = "end_to_end/test_several_tokens.py"
 DENSE_MODE, REPORT = "end_to_end/test_dense_mode.py", "end_to_end/test_report.py"
 REFERENCE, INTERPRETER, OPS = "kernels/test_reference.py", "kernels/test_interpreter.py", "kernels/test_ops.py"
+WINDOW = "kernels/test_window.py"
 ROPE, ATTENTION, CACHE, GRAPH = (f"match/test_{name}.py" for name in ("rope", "attention", "cache", "graph"))
 SCHEMA, FILES, FINGERPRINT = (f"profiles/test_{name}.py" for name in ("profile_schema", "profile_files", "fingerprint"))
 ECOSYSTEM = "end_to_end/test_ecosystem.py"
@@ -46,7 +47,7 @@ class Mutant:
     @property
     def interpreted(self) -> bool:
         """Whether its tests run kernels in Triton's interpreter, which needs a process of its own."""
-        return INTERPRETER in self.tests[0]
+        return self.tests[0].split("::")[0] in (INTERPRETER, WINDOW)
 
     @property
     def room(self) -> str:
@@ -1077,6 +1078,12 @@ add(
     "level_2, tl.sum(n_2, axis=0), want)",
     "level_2, tl.sum(n_1, axis=0), want)",
     f"{INTERPRETER}::test_search_finds_the_best",
+)
+add(
+    "bins double where the threshold has moved",
+    "(moved > 8) & (cell * 24 <= n_fac), 1.5,",
+    "(moved > 8) & (cell * 24 <= n_fac), 2.0,",
+    f"{WINDOW}::test_the_replay_has_the_kernels_rule",
 )
 add(
     "all equal keys are needed",
