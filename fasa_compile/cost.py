@@ -51,7 +51,7 @@ DENSE_SCRATCH = _rows * _dense_splits * _G * (_dv + 2) * 4
 SPARSE_SCRATCH = _rows * (
     5 * _L
     + 4 * _COUNTERS
-    + 4 * sympy.Min(_n_fac + sympy.floor(_n_fac / 8), _L + 32 * _sparse_splits) * _sparse_splits
+    + 4 * sympy.Min(_n_fac + sympy.floor(3 * _n_fac / 25), _L + 32 * _sparse_splits) * _sparse_splits
     + 4 * _sparse_splits * _G * (_dv + 2)
     + 64 * _w
 )

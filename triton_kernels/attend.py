@@ -366,7 +366,7 @@ def select_tokens(
     token = dealt_token(i, split, base, SPLITS, 32)
     code = _codes_at(codes, token, first, tl.where(i < share, stop, 0), V)
 
-    # The lowest bin that, with all above it, holds n_fac tokens; accepted if that is at most 12 % more.
+    # The lowest bin that, with all above it, holds n_fac tokens; accepted if that is at most ``reference.most_kept``.
     origin = tl.load(window + row * 2)
     per_width = tl.load(window + row * 2 + 1)
     number = tl.arange(0, BINS)

@@ -462,6 +462,11 @@ def guarded_logsumexp(s: Tensor, dim: int) -> Tensor:
     )
 
 
+def most_kept(n_fac: int) -> int:
+    """Tokens that a kernel's selection of the best ``n_fac`` holds at most: a bin of keys is taken whole if that is no more."""
+    return n_fac + n_fac * 3 // 25
+
+
 def best(key: Tensor, n: int) -> Tensor:
     """Indices of the ``n`` highest keys along the last dim, ties to the lower index; ``[L, L + n)`` where they run out.
 

@@ -200,7 +200,7 @@ def candidates(
     fmt: str,
     reduction: str,
 ) -> tuple[Tensor, Tensor]:
-    """``sharded_decode.candidates`` as kernels, which list up to an eighth more; ``hint`` as in ``ops``, state of this process alone. State must be
+    """``sharded_decode.candidates`` as kernels, which list up to 12 % more; ``hint`` as in ``ops``, state of this process alone. State must be
     contiguous."""
     dims, spread, norm, slopes = (x if x is None else x.contiguous() for x in (dims, spread, norm, slopes))
     scan = _scan(q, k, data, meta, mask, bounds, hint, fmt, reduction, scale, softcap)

@@ -8,7 +8,7 @@ exchanged is gathered, in the order of the ranks, and each process computes the 
 
 1. ``softmax_sum`` only: each process's log-sum-exp of its scores, ``B * Hq`` numbers, since a head's scores are taken relative to that of
    all tokens;
-2. the keys of each process's best ``min(n_fac, rows)`` tokens (kernels may list up to an eighth more), ``candidate_width`` numbers for each
+2. the keys of each process's best ``min(n_fac, rows)`` tokens (kernels may list up to 12 % more), ``candidate_width`` numbers for each
    KV head, in order of position. The ``n_fac`` best of all are among them. Equal keys go to the lower position: processes are in that order too, so the
    gathered lists tell all that is needed;
 3. each process's attention over what it has of them, ``G * Dv`` numbers and a log-sum-exp for each head, merged by these.
@@ -35,7 +35,7 @@ if dist.is_available():
 
 def candidate_width(n_fac: int, rows: int) -> int:
     """Length of a process's list of candidates: what the kernels may keep where they select ``n_fac`` of ``rows`` tokens, in fours."""
-    return -(-min(n_fac + n_fac // 8, rows) // 4) * 4
+    return -(-min(reference.most_kept(n_fac), rows) // 4) * 4
 
 
 def all_gather(x: Tensor, ranks: int, group: str) -> Tensor:

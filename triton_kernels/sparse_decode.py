@@ -16,6 +16,7 @@ from .hot_slots import fac_parts
 from .launch import Device, Mask, device_of, mask_arguments, on_device, partition_alike, power_of_2
 from .pack import bytes_view, pack_sizes
 from .query import query_kernel
+from .reference import most_kept
 from .score import LINES, tip_kernel
 from .tokens import as_rows, from_rows
 
@@ -264,7 +265,7 @@ def sparse_decode(
     if tags is not None and tags.shape[2] != c.splits:
         c = replace(c, splits=tags.shape[2], block_k=_block_k(L, tags.shape[2]))
     splits = c.splits
-    room = min(n_fac + n_fac // 8, 32 * -(-(-(-L // 32) + 1) // splits))
+    room = min(most_kept(n_fac), 32 * -(-(-(-L // 32) + 1) // splits))
     if given is None:
         kept = torch.empty((rows, splits, room), dtype=torch.int32, device=q.device)
         kept_count = torch.empty((rows, splits), dtype=torch.int32, device=q.device)

@@ -184,11 +184,11 @@ def test_uneven_parts_and_budgets_larger_than_a_part(mask, n_fac, monkeypatch):
 
 @pytest.mark.parametrize(("reduction", "exchanges"), [("static", 2), ("affine", 2), ("max", 2), ("softmax_sum", 3)])
 def test_what_a_step_sends(reduction, exchanges, monkeypatch):
-    """The bytes that the documentation's formulas are made of: lists of 40 have room for 5 more, in fours."""
+    """The bytes that the documentation's formulas are made of: lists of 40 have room for 4 more (12 %), in fours."""
     B, Hkv, G, DV, n_fac = 2, 2, 3, 16, 40
     case = make_case("int4", B=B, Hkv=Hkv, G=G, L=240, DV=DV, n_fac=n_fac, reduction=reduction)
     _, sent = sharded(case, 4, monkeypatch)
-    want = [4 * B * Hkv * G] * (exchanges - 2) + [4 * B * Hkv * 48, 4 * B * Hkv * G * (DV + 1)]
+    want = [4 * B * Hkv * G] * (exchanges - 2) + [4 * B * Hkv * 44, 4 * B * Hkv * G * (DV + 1)]
     assert all(found == want for found in sent)
     _, sent = sharded(case, 4, monkeypatch, dense=True)
     assert all(found == want[-1:] for found in sent)
