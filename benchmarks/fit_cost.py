@@ -23,7 +23,7 @@ from fasa_compile import cost
 from fasa_compile.triton_kernels.formats import bytes_per_token
 
 CARDS = Path(cost.__file__).parent / "cards.json"
-SMS = {"NVIDIA H100 80GB HBM3": 132}
+SMS = {"NVIDIA H100 80GB HBM3": 132, "NVIDIA H200": 132}
 
 
 def samples(record: dict[str, Any]) -> list[tuple[str, cost.Shape, float]]:
