@@ -11,8 +11,8 @@ values. All variants are compiled by Inductor with CUDA graphs:
     python benchmarks/decode.py --case 1x32768:hf,dense,fasa-int4-32 --case 8x32768:flash,fasa-int4-32 \\
         --out benchmarks/results/decode-h100.json --plot benchmarks/results/decode-h100.svg
 
-A case is a process; its variants run one after the other on one model and one cache. Cases whose memory fits together overlap in
-compilation only: whoever executes on the GPU holds a lock. The profile's FCs are drawn at random: on random keys every choice is
+A case is a process; its variants run one after the other on one model and one cache. Cases whose memory fits together compile side by
+side and are then timed one after the other: no process compiles while one is timed. The profile's FCs are drawn at random: on random keys every choice is
 alike, and the time does not depend on it.
 
 Of each variant: median, fastest and slowest step, each waited for; the mean of steps that are not waited for; microseconds from a
@@ -26,12 +26,13 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +131,14 @@ def flash_attention(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: flo
 
 
 class Turn:
-    """The GPU, for one process at a time: held while something executes, let go while a graph is traced and compiled."""
+    """The GPU, for one process at a time: held while something executes, let go while a graph is traced and compiled.
 
-    def __init__(self, path: str) -> None:
+    ``variants``: how many each of the processes that share ``path`` has, this one included. They then go through rounds together, all
+    compiling and all being timed. Without it nobody waits for others to compile.
+    """
+
+    def __init__(self, path: str, variants: Sequence[int] = ()) -> None:
+        self._path, self._variants = path, variants
         self._file = Path(path).open("w")  # noqa: SIM115
         self._held = False
 
@@ -140,6 +146,19 @@ class Turn:
         if not self._held:
             fcntl.flock(self._file, fcntl.LOCK_EX)
             self._held = True
+
+    def meet(self, point: str, number: int) -> None:
+        """Returns once every process that has a variant of that ``number`` has come to ``point`` of it, or has ended."""
+        folder = Path(f"{self._path}-{point}-{number}")
+        folder.mkdir(exist_ok=True)
+        (folder / str(os.getpid())).touch()
+        wanted = sum(n > number for n in self._variants)
+        while len({file.name for file in (*folder.iterdir(), *self._ended(number))}) < wanted:
+            time.sleep(0.05)
+
+    def _ended(self, number: int) -> list[Path]:
+        """Of processes that ended badly, those that had a variant of that number; ``run_cases`` writes how many each had."""
+        return [file for file in Path(f"{self._path}-ended").glob("*") if int(file.read_text() or 0) > number]
 
     def leave(self) -> None:
         torch.cuda.synchronize()
@@ -150,8 +169,9 @@ class Turn:
 class Backend:
     """Compiles for one variant, keeps what it made, and waits for the GPU before that is first called."""
 
-    def __init__(self, name: str, n_fac: int, layers: int, turn: Turn) -> None:
-        self.turn = turn
+    def __init__(self, name: str, n_fac: int, layers: int, turn: Turn, number: int) -> None:
+        self.turn, self.number = turn, number
+        self.called = False
         self.fasa: Any = None
         self.runtimes: list[Runtime] = []
         if name == "dense":
@@ -173,6 +193,9 @@ class Backend:
             self.runtimes.append(compiled)
 
         def call(*arguments: Any) -> Any:
+            if not self.called:
+                self.turn.meet("compiled", self.number)
+                self.called = True
             self.turn.take()
             return compiled(*arguments)
 
@@ -206,7 +229,9 @@ def wrapper_us(runtime: Runtime, step: Any) -> float:
 
 
 @torch.no_grad()
-def measure(model: Any, name: str, cache: Any, batch: int, length: int, n_fac: int, turn: Turn) -> dict[str, Any]:
+def measure(
+    model: Any, name: str, cache: Any, batch: int, length: int, n_fac: int, turn: Turn, number: int
+) -> dict[str, Any]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     fasa_compile.reset_stats()
@@ -215,7 +240,7 @@ def measure(model: Any, name: str, cache: Any, batch: int, length: int, n_fac: i
     model.set_attn_implementation("bench_grouped" if name == "flash" else "sdpa")
     room, layers = STEPS + 16, model.config.num_hidden_layers
     rewind(cache, length - room)
-    backend = Backend(name, n_fac, layers, turn)
+    backend = Backend(name, n_fac, layers, turn, number)
     compiled = torch.compile(model, backend=backend, mode="reduce-overhead", dynamic=False)
     token = torch.zeros((batch, 1), dtype=torch.long, device="cuda")
 
@@ -287,8 +312,8 @@ def measure(model: Any, name: str, cache: Any, batch: int, length: int, n_fac: i
     return row
 
 
-def run_case(case: str, n_fac: int, layers: int, lock: str, out: Path) -> None:
-    """One case in this process; its record so far lies in ``out`` after each variant."""
+def run_case(case: str, n_fac: int, layers: int, lock: str, together: list[int], out: Path) -> None:
+    """One case in this process; its record so far lies in ``out`` after each variant. ``together``: ``Turn``'s variants."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -296,18 +321,20 @@ def run_case(case: str, n_fac: int, layers: int, lock: str, out: Path) -> None:
     AttentionMaskInterface.register("bench_grouped", lambda *args, **kwargs: None)
     shape, variants = case.split(":")
     batch, length = map(int, shape.split("x"))
-    turn = Turn(lock)
+    turn = Turn(lock, together)
     turn.take()
     model = build(layers)
     cache = full_cache(model, batch, length, STEPS + 16)
     rows: dict[str, Any] = {}
-    for name in variants.split(","):
+    for number, name in enumerate(variants.split(",")):
         turn.take()
-        rows[name] = row = measure(model, name, cache, batch, length, n_fac, turn)
+        rows[name] = row = measure(model, name, cache, batch, length, n_fac, turn, number)
         print(f"{shape} {name:14s} {row['ms_per_step']:8.2f} ms  {row}", flush=True)
         whole = out.with_suffix(".new")
         whole.write_text(json.dumps(rows))
         whole.replace(out)
+        turn.leave()
+        turn.meet("timed", number)
 
 
 def gib(case: str, layers: int) -> float:
@@ -320,34 +347,36 @@ def run_cases(cases: list[str], n_fac: int, layers: int, save: Callable[[dict[st
     """Every case, as many at a time as fit the card; whether all of them ended well. ``save`` is given all rows so far,
     whenever there is a new one."""
     room = torch.cuda.get_device_properties(0).total_memory / 2**30 - 2.0
-    waiting, running, good = list(cases), [], True
-    outs: dict[str, Path] = {}
+    groups: list[list[str]] = []
+    for case in sorted(cases, key=lambda case: -gib(case, layers)):
+        fitting = (g for g in groups if sum(gib(c, layers) for c in (*g, case)) < room)
+        group = next(fitting, None)
+        if group is None:
+            groups.append(group := [])
+        group.append(case)
     saved: dict[str, Any] = {}
+    good = True
     with tempfile.TemporaryDirectory() as folder:
-        lock = str(Path(folder) / "lock")
-        while waiting or running:
-            while waiting and (not running or gib(waiting[0], layers) + sum(gib(c, layers) for c, _ in running) < room):
-                case = waiting.pop(0)
-                out = outs[case] = Path(folder) / f"{len(waiting)}.json"
-                command = [
-                    sys.executable,
-                    *(["-P"] if sys.flags.safe_path else []),
-                    __file__,
-                    "--worker",
-                    case,
-                    "--lock",
-                    lock,
-                ]
-                command += ["--n-fac", str(n_fac), "--layers", str(layers), "--out", str(out)]
-                running.append((case, subprocess.Popen(command)))
-            time.sleep(0.2)
-            for item in [item for item in running if item[1].poll() is not None]:
-                running.remove(item)
-                good &= item[1].returncode == 0
-            rows = {c.split(":")[0]: json.loads(outs[c].read_text()) for c in cases if c in outs and outs[c].exists()}
-            if rows != saved:
-                save(rows)
-                saved = rows
+        outs = {case: Path(folder) / f"{i}.json" for i, case in enumerate(cases)}
+        for i, group in enumerate(groups):
+            lock = Path(folder) / f"lock-{i}"
+            ended = Path(f"{lock}-ended")
+            ended.mkdir()
+            command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), __file__, "--lock", str(lock)]
+            command += ["--n-fac", str(n_fac), "--layers", str(layers)]
+            command += ["--together", ",".join(str(len(case.split(","))) for case in group)]
+            running = {c: subprocess.Popen([*command, "--worker", c, "--out", str(outs[c])]) for c in group}
+            while running:
+                time.sleep(0.2)
+                for case in [case for case, process in running.items() if process.poll() is not None]:
+                    process = running.pop(case)
+                    if process.returncode != 0:  # the others do not wait for it
+                        (ended / str(process.pid)).write_text(str(len(case.split(","))))
+                        good = False
+                rows = {c.split(":")[0]: json.loads(outs[c].read_text()) for c in cases if outs[c].exists()}
+                if rows != saved:
+                    save(rows)
+                    saved = rows
     return good
 
 
@@ -422,9 +451,11 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="and a plot of it here (SVG)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--lock", help=argparse.SUPPRESS)
+    parser.add_argument("--together", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        return run_case(options.worker, options.n_fac, options.layers, options.lock, options.out)
+        together = [int(n) for n in options.together.split(",")]
+        return run_case(options.worker, options.n_fac, options.layers, options.lock, together, options.out)
     record: dict[str, Any] = {
         "benchmark": "Decode step, Llama-3.1-8B geometry, random weights, bf16, static cache full of random K and V, CUDA graphs",
         "layers": options.layers,
