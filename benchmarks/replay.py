@@ -3,7 +3,7 @@
     python benchmarks/threshold.py --keep trace.pt     # on a CPU: the queries and keys
     python benchmarks/replay.py trace.pt --out benchmarks/results/replay-h100.json
 
-Every layer is one sequence of a batch, so all of the model's KV heads take each step together, as rows of one launch; values are
+The KV heads of all layers are those of one layer, each with its own frequencies, so that all take each step together, as rows of one launch; values are
 random. Steps follow each other in one CUDA graph; where one begins anew at the first, its state is that of the last. What
 selecting costs is the difference to the same steps over selections that are given, searches included.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from _timing import environment, graph_time
@@ -21,28 +22,19 @@ from torch import Tensor
 from fasa_compile.triton_kernels import ops
 from fasa_compile.triton_kernels.sparse_decode import sparse_decode
 
-N_FAC, N_TIP = 256, 16
+N_FAC = 256
 
 
-def steps(trace: dict[str, Tensor | int], device: str) -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, ...]]:
-    """``(query, bounds)`` of each step, and ``k, v, data, meta, dims, centre, spread`` of the only layer that there is: KV heads
-    have dims of their own, sequences have not, so all layers share the dims that matter most over all of them."""
-    q, k = (trace[name].to(device).bfloat16() for name in ("q", "k"))  # type: ignore[union-attr]
-    first = int(trace["first"])  # type: ignore[arg-type]
-    layers, Hq, number, D = q.shape
-    Hkv = k.shape[1]
-    early = k[:, :, :first].float()
-    power = q.float().square().mean((0, 2)).view(Hkv, Hq // Hkv, D).mean(1) * early.var((0, 2))
-    best = (power[:, : D // 2] + power[:, D // 2 :]).topk(N_TIP, -1).indices
-    dims = torch.cat([best, best + D // 2], -1).int()
-    chosen = early.gather(3, dims.long()[None, :, None].expand(layers, Hkv, first, 2 * N_TIP))
-    centre, spread = chosen.mean((0, 2)), chosen.std((0, 2)).clamp(min=1e-4)
+def steps(trace: dict[str, Any], device: str) -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, ...]]:
+    """``(query, bounds)`` of each step, and ``k, v, data, meta, dims, centre, spread, norm`` of the only layer that there is."""
+    q, k = (trace[name].to(device)[None].bfloat16() for name in ("q", "k"))
+    dims, centre, spread, norm = (trace[name].to(device) for name in ("dims", "centre", "spread", "norm"))
     data, meta = torch.ops.fasa.pack(k, dims, centre, spread, "int4", ops.KERNEL_VERSION)
     taken = []
-    for t in range(number):
-        bounds = torch.tensor([[0, first + t + 1]] * layers, dtype=torch.int32, device=device)
+    for t in range(q.shape[2]):
+        bounds = torch.tensor([[0, trace["first"] + t + 1]], dtype=torch.int32, device=device)
         taken.append((q[:, :, t : t + 1].contiguous(), bounds))
-    return taken, (k, torch.randn_like(k), data, meta, dims, centre, spread)
+    return taken, (k, torch.randn_like(k), data, meta, dims, centre, spread, norm)
 
 
 def main() -> None:
@@ -54,11 +46,10 @@ def main() -> None:
     B, Hkv, L, D = k.shape
     shape, dtype = ops.sparse_decode_state(B, Hkv)
     hint = torch.zeros(shape, dtype=dtype, device="cuda")
-    norm = torch.zeros(taken[0][0].shape[1], device="cuda")
     how = {"scale": D**-0.5, "n_fac": N_FAC, "n_sink": 4, "n_recent": 16, "fmt": "int4"}
 
     def call(q: Tensor, bounds: Tensor, hint: Tensor | None = hint, **more: object) -> Tensor:
-        return sparse_decode(q, k, v, *cache, norm, None, bounds, None, hint, **how, **more)  # type: ignore[arg-type]
+        return sparse_decode(q, k, v, *cache, None, bounds, None, hint, **how, **more)  # type: ignore[arg-type]
 
     chosen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in taken]
     for (q, bounds), selection in zip(taken, chosen, strict=True):

@@ -15,6 +15,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,12 +51,12 @@ def capture() -> list[tuple[Tensor, Tensor]]:
     return layers
 
 
-def keys_of_layer(q: Tensor, k: Tensor) -> Tensor:
-    """TIP's keys of the last STEPS positions, base-2 logs: ``[STEPS, Hkv, T]``, -inf for tokens yet to come."""
+def profile_of_layer(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``dims [Hkv, 2 N_TIP]``, ``centre`` and ``spread`` of as many, ``norm [Hq]``, from the first FIRST positions."""
     Hq, T, D = q.shape[1:]
     Hkv = k.shape[1]
     G = Hq // Hkv
-    # Score variance over the first half ranks the FCs (pairs i, i + D/2), as calibration does.
+    # Score variance ranks the FCs (pairs i, i + D/2), as calibration does.
     early = slice(0, FIRST)
     power = q[0, :, early].square().mean(1).view(Hkv, G, D).mean(1) * k[0, :, early].var(1)
     best = (power[:, : D // 2] + power[:, D // 2 :]).topk(N_TIP, -1).indices
@@ -64,15 +65,7 @@ def keys_of_layer(q: Tensor, k: Tensor) -> Tensor:
     centre = chosen.mean(1)
     rms = q[0, :, early].square().mean(1).view(Hkv, G, D).mean(1).gather(1, dims.long()).sqrt()
     spread = (chosen.std(1) / rms.clamp(min=1e-6)).sqrt().clamp(min=1e-4)
-    packed = reference.pack(k, dims, centre, spread, "int4")
-    how = {"scale": D**-0.5, "n_sink": 4, "n_recent": 16, "fmt": "int4"}
-
-    def keys(position: int, norm: Tensor) -> Tensor:
-        bounds = torch.tensor([[0, position + 1]], dtype=torch.int32)
-        at = slice(position, position + 1)
-        return reference.tip_keys(q[:, :, at], k, *packed, dims, spread, norm, None, bounds, **how)[0]  # type: ignore[arg-type]
-
-    # A head's normaliser: the mean log-sum-exp of its own scores over some earlier positions.
+    # A head's normaliser: the mean log-sum-exp of its own scores over some positions.
     norm = torch.zeros(Hq)
     for head in range(Hq):
         alone = [FIRST // 2 + 64 * i for i in range(8)]
@@ -80,7 +73,21 @@ def keys_of_layer(q: Tensor, k: Tensor) -> Tensor:
         x = (k[0, h][:, index] - centre[h]).float()
         s = torch.stack([(q[0, head, p, index] * x[: p + 1]).sum(-1).mul(D**-0.5).logsumexp(0) for p in alone])
         norm[head] = s.mean()
-    return torch.stack([keys(FIRST + i, norm) for i in range(STEPS)]) * LOG2E
+    return dims, centre, spread, norm
+
+
+def keys_of_layer(q: Tensor, k: Tensor, profile: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+    """TIP's keys of the last STEPS positions, base-2 logs: ``[STEPS, Hkv, T]``, -inf for tokens yet to come."""
+    dims, centre, spread, norm = profile
+    packed = reference.pack(k, dims, centre, spread, "int4")
+    how = {"scale": q.shape[3] ** -0.5, "n_sink": 4, "n_recent": 16, "fmt": "int4"}
+
+    def keys(position: int) -> Tensor:
+        bounds = torch.tensor([[0, position + 1]], dtype=torch.int32)
+        at = slice(position, position + 1)
+        return reference.tip_keys(q[:, :, at], k, *packed, dims, spread, norm, None, bounds, **how)[0]  # type: ignore[arg-type]
+
+    return torch.stack([keys(FIRST + i) for i in range(STEPS)]) * LOG2E
 
 
 def factor(cell: int, moved: int) -> float:
@@ -126,14 +133,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the record here (JSON)")
     parser.add_argument("--keep", type=Path, help="keep the queries and keys here, for benchmarks/replay.py")
     options = parser.parse_args()
-    layers = capture()
+    layers = [(q.float(), k.float()) for q, k in capture()]
+    profiles = [profile_of_layer(q, k) for q, k in layers]
     if options.keep:
-        q = torch.stack([q[0, :, -STEPS:] for q, _ in layers]).half()
-        torch.save({"q": q, "k": torch.stack([k[0] for _, k in layers]).half(), "first": FIRST}, options.keep)
+        kept: dict[str, Any] = {"q": torch.cat([q[0, :, -STEPS:] for q, _ in layers]).half(), "first": FIRST}
+        kept["k"] = torch.cat([k[0] for _, k in layers]).half()
+        for name, parts in zip(("dims", "centre", "spread", "norm"), zip(*profiles, strict=True), strict=True):
+            kept[name] = torch.cat(parts)
+        torch.save(kept, options.keep)
     searches, steps, kept, moves = 0, 0, [], []
     worst: dict[str, float] = {}
     for number, (q, k) in enumerate(layers):
-        keys = keys_of_layer(q.float(), k.float())
+        keys = keys_of_layer(q, k, profiles[number])
         for h in range(keys.shape[1]):
             s, over, moved = replay(keys[:, h])
             searches += s
