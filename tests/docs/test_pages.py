@@ -74,7 +74,7 @@ def test_blocks_run(eager_in, capsys):
 
 def test_blocks_that_take_more_run(eager_in):
     """Those of other pages, with what their text says is given: a tokenizer and a text, a driver, a long cache cut short. Those of
-    docs/distributed.md take several processes: tests/distributed runs such programs."""
+    docs/distributed.md take several processes: tests/distributed runs them."""
     pytest.importorskip("hypothesis")
     from tiny_folder import byte_tokenizer
 

@@ -37,7 +37,7 @@ def test_the_replay_has_the_kernels_rule(threshold: ModuleType) -> None:
 
     from fasa_compile.triton_kernels.score import BELOW, BINS, LAST
 
-    assert (BINS, BELOW, LAST) == (threshold.BINS, threshold.BELOW, threshold.LAST)
+    assert (BINS.value, BELOW.value, LAST.value) == (threshold.BINS, threshold.BELOW, threshold.LAST)
     cells, moves = torch.cartesian_prod(torch.arange(1, 129), torch.arange(0, 16)).int().T.contiguous()
     out = torch.empty(cells.shape)
     factors[(2,)](cells, moves, out, threshold.N_FAC, 1024)
