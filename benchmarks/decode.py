@@ -133,45 +133,46 @@ def flash_attention(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: flo
 class Turn:
     """The GPU, for one process at a time: held while something executes, let go while a graph is traced and compiled.
 
-    ``variants``: how many each of the processes that share ``path`` has, this one included. They then go through rounds together, all
-    compiling and all being timed. Without it nobody waits for others to compile.
+    ``variants``: how many each of the processes that share ``path`` has, this one included. They go through these together, each meeting the
+    others (``meet``) when it has compiled one and when that has been timed.
     """
 
     def __init__(self, path: str, variants: Sequence[int] = ()) -> None:
-        self._path, self._variants = path, variants
+        self._path, self._variants, self._meetings = path, variants, 0
         self._file = Path(path).open("w")  # noqa: SIM115
-        self._held = False
+        self.held = False
 
     def take(self) -> None:
-        if not self._held:
+        if not self.held:
             fcntl.flock(self._file, fcntl.LOCK_EX)
-            self._held = True
+            self.held = True
 
-    def meet(self, point: str, number: int) -> None:
-        """Returns once every process that has a variant of that ``number`` has come to ``point`` of it, or has ended."""
-        folder = Path(f"{self._path}-{point}-{number}")
+    def meet(self) -> None:
+        """Returns once every process that is not through with its variants has come here as often as this one, or has ended badly:
+        ``run_cases`` writes how many variants such a one had."""
+        folder = Path(f"{self._path}-{self._meetings}")
         folder.mkdir(exist_ok=True)
         (folder / str(os.getpid())).touch()
+        number = self._meetings // 2  # of the variant
+        self._meetings += 1
         wanted = sum(n > number for n in self._variants)
-        while len({file.name for file in (*folder.iterdir(), *self._ended(number))}) < wanted:
+        while True:
+            ended = [file for file in Path(f"{self._path}-ended").glob("*") if int(file.read_text() or 0) > number]
+            if len({file.name for file in (*folder.iterdir(), *ended)}) >= wanted:
+                return
             time.sleep(0.05)
-
-    def _ended(self, number: int) -> list[Path]:
-        """Of processes that ended badly, those that had a variant of that number; ``run_cases`` writes how many each had."""
-        return [file for file in Path(f"{self._path}-ended").glob("*") if int(file.read_text() or 0) > number]
 
     def leave(self) -> None:
         torch.cuda.synchronize()
         fcntl.flock(self._file, fcntl.LOCK_UN)
-        self._held = False
+        self.held = False
 
 
 class Backend:
     """Compiles for one variant, keeps what it made, and waits for the GPU before that is first called."""
 
-    def __init__(self, name: str, n_fac: int, layers: int, turn: Turn, number: int) -> None:
-        self.turn, self.number = turn, number
-        self.called = False
+    def __init__(self, name: str, n_fac: int, layers: int, turn: Turn) -> None:
+        self.turn = turn
         self.fasa: Any = None
         self.runtimes: list[Runtime] = []
         if name == "dense":
@@ -193,10 +194,9 @@ class Backend:
             self.runtimes.append(compiled)
 
         def call(*arguments: Any) -> Any:
-            if not self.called:
-                self.turn.meet("compiled", self.number)
-                self.called = True
-            self.turn.take()
+            if not self.turn.held:
+                self.turn.meet()
+                self.turn.take()
             return compiled(*arguments)
 
         return call
@@ -229,9 +229,7 @@ def wrapper_us(runtime: Runtime, step: Any) -> float:
 
 
 @torch.no_grad()
-def measure(
-    model: Any, name: str, cache: Any, batch: int, length: int, n_fac: int, turn: Turn, number: int
-) -> dict[str, Any]:
+def measure(model: Any, name: str, cache: Any, batch: int, length: int, n_fac: int, turn: Turn) -> dict[str, Any]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     fasa_compile.reset_stats()
@@ -240,7 +238,7 @@ def measure(
     model.set_attn_implementation("bench_grouped" if name == "flash" else "sdpa")
     room, layers = STEPS + 16, model.config.num_hidden_layers
     rewind(cache, length - room)
-    backend = Backend(name, n_fac, layers, turn, number)
+    backend = Backend(name, n_fac, layers, turn)
     compiled = torch.compile(model, backend=backend, mode="reduce-overhead", dynamic=False)
     token = torch.zeros((batch, 1), dtype=torch.long, device="cuda")
 
@@ -326,15 +324,15 @@ def run_case(case: str, n_fac: int, layers: int, lock: str, together: list[int],
     model = build(layers)
     cache = full_cache(model, batch, length, STEPS + 16)
     rows: dict[str, Any] = {}
-    for number, name in enumerate(variants.split(",")):
+    for name in variants.split(","):
         turn.take()
-        rows[name] = row = measure(model, name, cache, batch, length, n_fac, turn, number)
+        rows[name] = row = measure(model, name, cache, batch, length, n_fac, turn)
         print(f"{shape} {name:14s} {row['ms_per_step']:8.2f} ms  {row}", flush=True)
         whole = out.with_suffix(".new")
         whole.write_text(json.dumps(rows))
         whole.replace(out)
         turn.leave()
-        turn.meet("timed", number)
+        turn.meet()
 
 
 def gib(case: str, layers: int) -> float:

@@ -101,10 +101,10 @@ def factor(cell: int, moved: int) -> float:
     return 0.9 if moved < 4 else 1.0
 
 
-def replay(keys: Tensor, level: float = 0.0, width: float = 0.0625) -> tuple[int, list[float], list[float]]:
-    """Steps of one row ``[STEPS, T]``: how many searched, kept tokens over n_fac in the others, threshold moves (nats). ``level`` and
+def replay(keys: Tensor, level: float = 0.0, width: float = 0.0625) -> tuple[list[int], list[float], list[float]]:
+    """Steps of one row ``[STEPS, T]``: which searched, kept tokens over n_fac in the others, threshold moves (nats). ``level`` and
     ``width``: the state that the first step finds."""
-    searches, kept, thresholds = 0, [], []
+    searches, kept, thresholds = [], [], []
     for i, key in enumerate(keys):
         origin = level - BELOW * width
         number = ((key - origin) / width).clamp(max=LAST)
@@ -116,9 +116,10 @@ def replay(keys: Tensor, level: float = 0.0, width: float = 0.0625) -> tuple[int
         threshold = float(key.sort(descending=True).values[N_FAC - 1])
         thresholds.append(threshold / LOG2E)
         if i:
-            searches += not found
             if found:
                 kept.append(int(reach[place]) / N_FAC)
+            else:
+                searches.append(i)
         cell = int(counts[place]) if place >= 0 else 0
         inside = 0 <= place < LAST
         level = origin + (place + 0.5) * width if inside else threshold if not found else level
@@ -141,7 +142,8 @@ def main() -> None:
         for name, parts in zip(("dims", "centre", "spread", "norm"), zip(*profiles, strict=True), strict=True):
             kept[name] = torch.cat(parts)
         torch.save(kept, options.keep)
-    searches, steps, kept, moves = 0, 0, [], []
+    searches: list[int] = []
+    steps, kept, moves = 0, [], []
     worst: dict[str, float] = {}
     for number, (q, k) in enumerate(layers):
         keys = keys_of_layer(q, k, profiles[number])
@@ -151,11 +153,12 @@ def main() -> None:
             steps += len(keys) - 1
             kept += over
             moves += moved
-            worst[f"layer {number}, kv head {h}"] = s / (len(keys) - 1)
+            worst[f"layer {number}, kv head {h}"] = len(s) / (len(keys) - 1)
     hard = sorted(worst, key=lambda name: -worst[name])[:3]
     record = {
         "model": "SmolLM2-135M-Instruct", "n_fac": N_FAC, "n_tip": f"{N_TIP} of 32, int4", "context": FIRST, "row steps": steps,
-        "searches per row step": round(searches / steps, 5),
+        "searches per row step": round(len(searches) / steps, 5),
+        "steps of all rows together": STEPS - 1, "of these with a row that searches": len(set(searches)),
         "kept over n_fac, mean": round(sum(kept) / len(kept), 4), "kept over n_fac, largest": round(max(kept), 4),
         "threshold move, mean nats": round(sum(moves) / len(moves), 4),
         "threshold move, 99th percentile": round(sorted(moves)[math.floor(0.99 * len(moves))], 3),

@@ -20,6 +20,8 @@ from typing import Any
 import sympy
 import torch
 
+from .triton_kernels.reference import most_kept
+
 #: A break-even length that no cache has: sparse decoding never pays.
 NEVER = 1 << 62
 _COUNTERS = 512  # 32 * LINES of ``triton_kernels.score``, which needs triton
@@ -51,7 +53,7 @@ DENSE_SCRATCH = _rows * _dense_splits * _G * (_dv + 2) * 4
 SPARSE_SCRATCH = _rows * (
     5 * _L
     + 4 * _COUNTERS
-    + 4 * sympy.Min(_n_fac + sympy.floor(3 * _n_fac / 25), _L + 32 * _sparse_splits) * _sparse_splits
+    + 4 * sympy.Min(most_kept(_n_fac), _L + 32 * _sparse_splits) * _sparse_splits
     + 4 * _sparse_splits * _G * (_dv + 2)
     + 64 * _w
 )

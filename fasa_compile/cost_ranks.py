@@ -29,6 +29,7 @@ from fasa_compile.cost import (
     cards,
     evaluate,
 )
+from fasa_compile.triton_kernels.reference import most_kept
 
 P, BYTES = sympy.symbols("P bytes", integer=True, positive=True)
 _start, _hop, _rate = sympy.symbols("start hop rate", positive=True)
@@ -37,7 +38,7 @@ GATHER_US = _start + (P - 1) * (_hop + _rate * BYTES)
 REDUCE_US = _start + 2 * sympy.ceiling(sympy.log(P, 2)) * (_hop + _rate * BYTES)
 
 #: Bytes that one process sends in one step of one layer (``triton_kernels/sharded_decode.py``).
-_listed = sympy.Min(_n_fac + sympy.floor(3 * _n_fac / 25), sympy.ceiling(_L / P))  # ``sharded_decode.candidate_width``
+_listed = sympy.Min(most_kept(_n_fac), sympy.ceiling(_L / P))  # ``sharded_decode.candidate_width``
 KEY_BYTES = 4 * _B * _Hkv * 4 * sympy.ceiling(_listed / 4)  # its best tokens' keys
 PART_BYTES = 4 * _B * _Hkv * _G * (_dv + 1)  # its attention and log-sum-exp
 LSE_BYTES = 4 * _B * _Hkv * _G  # of the scores, for softmax_sum
