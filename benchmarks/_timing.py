@@ -57,14 +57,15 @@ def kernel_times(calls: Sequence[Callable[[], object]]) -> dict[str, list[float]
     return times
 
 
-def environment() -> dict[str, str]:
-    """What a record must say to be compared: card, versions, date."""
+def environment() -> dict[str, str | int]:
+    """What a record must say to be compared: card and its multiprocessors, versions, date."""
     import datetime
 
     import triton
 
     return {
         "card": torch.cuda.get_device_name(),
+        "multiprocessors": torch.cuda.get_device_properties().multi_processor_count,
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cuda": str(torch.version.cuda),

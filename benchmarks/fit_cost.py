@@ -23,7 +23,6 @@ from fasa_compile import cost
 from fasa_compile.triton_kernels.formats import bytes_per_token
 
 CARDS = Path(cost.__file__).parent / "cards.json"
-SMS = {"NVIDIA H100 80GB HBM3": 132, "NVIDIA H200": 132}
 
 
 def samples(record: dict[str, Any]) -> list[tuple[str, cost.Shape, float]]:
@@ -51,7 +50,7 @@ def samples(record: dict[str, Any]) -> list[tuple[str, cost.Shape, float]]:
 
 
 def fit(record: dict[str, Any]) -> cost.Card:
-    unit = cost.Card(record["card"], SMS[record["card"]], 1.0, 1.0, 1.0, 1.0, 1.0)
+    unit = cost.Card(record["card"], record["multiprocessors"], 1.0, 1.0, 1.0, 1.0, 1.0)
     values: dict[str, float] = {}
     for formula, names, dense in (
         (cost.DENSE_US, ("dense_start", "dense_rate"), True),

@@ -90,6 +90,20 @@ def keys_of_layer(q: Tensor, k: Tensor, profile: tuple[Tensor, Tensor, Tensor, T
     return torch.stack([keys(FIRST + i) for i in range(STEPS)]) * LOG2E
 
 
+def sizes_of_layer(q: Tensor, profile: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+    """``query_kernel``'s sizes of the last STEPS positions: ``[STEPS, Hkv]``."""
+    dims, _, spread, _ = profile
+    Hkv, W = dims.shape
+    grouped = q[0, :, -STEPS:].unflatten(0, (Hkv, -1))  # [Hkv, G, STEPS, D]
+    y = grouped.gather(3, dims.long()[:, None, None].expand(*grouped.shape[:3], W)) * spread[:, None, None]
+    return 0.5 * y.square().sum((1, 3)).clamp(min=1e-36).log2().T
+
+
+def learned_slope(slope: float, growth: float, error: float) -> float:
+    """``attend.learned_slope``."""
+    return slope + 0.25 * growth * error / (growth * growth + 0.01)
+
+
 def factor(cell: int, moved: int) -> float:
     """``attend.width_factor``."""
     if cell * 12 > N_FAC:
@@ -101,12 +115,17 @@ def factor(cell: int, moved: int) -> float:
     return 0.9 if moved < 4 else 1.0
 
 
-def replay(keys: Tensor, level: float = 0.0, width: float = 0.0625) -> tuple[list[int], list[float], list[float]]:
-    """Steps of one row ``[STEPS, T]``: which searched, kept tokens over n_fac in the others, threshold moves (nats). ``level`` and
-    ``width``: the state that the first step finds."""
-    searches, kept, thresholds = [], [], []
+def replay(
+    keys: Tensor, sizes: Tensor | None = None, level: float = 0.0, width: float = 0.0625
+) -> tuple[list[int], list[float], list[float], list[float]]:
+    """Steps of one row ``[STEPS, T]`` whose queries have ``sizes [STEPS]`` (None: all alike): which searched; of the others, kept tokens over
+    n_fac; threshold moves (nats); and, of all, counted tokens over n_fac. ``level`` and ``width``: the state that the first step finds."""
+    searches, kept, thresholds, counted = [], [], [], []
+    size, slope = 0.0, 0.0
     for i, key in enumerate(keys):
-        origin = level - BELOW * width
+        own_size = 0.0 if sizes is None else float(sizes[i])
+        growth = own_size - size if abs(own_size - size) < 2 else 0.0
+        origin = level + slope * growth - BELOW * width
         number = ((key - origin) / width).clamp(max=LAST)
         counts = torch.bincount(number[number >= 0].int(), minlength=BINS)
         reach = counts.flip(0).cumsum(0).flip(0)
@@ -116,17 +135,21 @@ def replay(keys: Tensor, level: float = 0.0, width: float = 0.0625) -> tuple[lis
         threshold = float(key.sort(descending=True).values[N_FAC - 1])
         thresholds.append(threshold / LOG2E)
         if i:
+            counted.append(int(reach[0]) / N_FAC)
             if found:
                 kept.append(int(reach[place]) / N_FAC)
             else:
                 searches.append(i)
         cell = int(counts[place]) if place >= 0 else 0
         inside = 0 <= place < LAST
-        level = origin + (place + 0.5) * width if inside else threshold if not found else level
+        level = origin + (place + 0.5) * width if inside else threshold if not found else origin + BELOW * width
+        if inside and found:
+            slope = learned_slope(slope, growth, (place - BELOW + 0.5) * width)
+        size = own_size
         width *= factor(cell, abs(place - BELOW)) if inside else 1.0 if found else 2.0
         width = min(max(width, 0.0625 if not (inside or found) else 2**-12), 16.0)
     moves = [abs(a - b) for a, b in itertools.pairwise(thresholds)]
-    return searches, kept, moves
+    return searches, kept, moves, counted
 
 
 def main() -> None:
@@ -143,16 +166,17 @@ def main() -> None:
             kept[name] = torch.cat(parts)
         torch.save(kept, options.keep)
     searches: list[int] = []
-    steps, kept, moves = 0, [], []
+    steps, kept, moves, counted = 0, [], [], []
     worst: dict[str, float] = {}
     for number, (q, k) in enumerate(layers):
-        keys = keys_of_layer(q, k, profiles[number])
+        keys, sizes = keys_of_layer(q, k, profiles[number]), sizes_of_layer(q, profiles[number])
         for h in range(keys.shape[1]):
-            s, over, moved = replay(keys[:, h])
+            s, over, moved, ranked = replay(keys[:, h], sizes[:, h])
             searches += s
             steps += len(keys) - 1
             kept += over
             moves += moved
+            counted += ranked
             worst[f"layer {number}, kv head {h}"] = len(s) / (len(keys) - 1)
     hard = sorted(worst, key=lambda name: -worst[name])[:3]
     record = {
@@ -160,6 +184,7 @@ def main() -> None:
         "searches per row step": round(len(searches) / steps, 5),
         "steps of all rows together": STEPS - 1, "of these with a row that searches": len(set(searches)),
         "kept over n_fac, mean": round(sum(kept) / len(kept), 4), "kept over n_fac, largest": round(max(kept), 4),
+        "counted over n_fac, mean": round(sum(counted) / len(counted), 3),
         "threshold move, mean nats": round(sum(moves) / len(moves), 4),
         "threshold move, 99th percentile": round(sorted(moves)[math.floor(0.99 * len(moves))], 3),
         "rows that search most": {name: round(worst[name], 3) for name in hard},

@@ -48,7 +48,7 @@ _sparse_splits = sympy.Max(1, sympy.Min(sympy.floor(4 * _sms / _rows), sympy.cei
 DENSE_LAUNCHES = sympy.Integer(2)  # attention, merge
 SPARSE_LAUNCHES = sympy.Integer(4)  # query and refresh, TIP, FAC, merge
 
-PACKED_BYTES = _rows * (_L * _fc + 8)  # the packed cache and the memory of its last threshold, kept from step to step
+PACKED_BYTES = _rows * (_L * _fc + 16)  # the packed cache and what predicts its threshold, kept from step to step
 DENSE_SCRATCH = _rows * _dense_splits * _G * (_dv + 2) * 4
 SPARSE_SCRATCH = _rows * (
     5 * _L

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .bounds import allowed_by
 from .launch import admit_successor, wait_for_predecessor
-from .score import BELOW, BINS, LAST, LINES, VALID, counter_of, deal, dealt_token, owner, row_bounds
+from .score import BELOW, BINS, HINT, LAST, LINES, VALID, WINDOW, counter_of, deal, dealt_token, owner, row_bounds
 
 # Searches read keys in tiles of so many columns, a multiple of what four warps read at once: a sum over a tile's rows is each thread's own.
 _LANES: tl.constexpr = tl.constexpr(512)
@@ -348,6 +348,14 @@ def width_factor(cell, moved, n_fac):
 
 
 @triton.jit
+def learned_slope(slope, growth, error):
+    """By how much the threshold's level rises with the query's size, after a step in which the size grew by ``growth`` and the level was
+    ``error`` above what the slope had let expect: least mean squares, a quarter of the way at a time, less where the size hardly changed.
+    (``benchmarks/threshold.py`` repeats this.)"""
+    return slope + 0.25 * growth * error / (growth * growth + 0.01)
+
+
+@triton.jit
 def select_tokens(
     hint, keys, codes, bins, window, kept, kept_count, row, split, first, stop, base, share, n_fac,
     HKV: tl.constexpr, MASK_KIND: tl.constexpr, HAS_HINT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -367,8 +375,9 @@ def select_tokens(
     code = _codes_at(codes, token, first, tl.where(i < share, stop, 0), V)
 
     # The lowest bin that, with all above it, holds n_fac tokens; accepted if that is at most ``reference.most_kept``.
-    origin = tl.load(window + row * 2)
-    per_width = tl.load(window + row * 2 + 1)
+    window += row * WINDOW
+    origin = tl.load(window)
+    per_width = tl.load(window + 1)
     number = tl.arange(0, BINS)
     in_bin = tl.load(bins + row * (32 * LINES) + counter_of(number))
     reach = tl.cumsum(in_bin, axis=0, reverse=True)  # in this bin or above
@@ -412,11 +421,16 @@ def select_tokens(
         level = tl.where(
             (level > -1e30) & (level < 1e30) & (inside_window | (by_bin == 0)), level, origin + BELOW * width
         )
+        slope = tl.load(window + 4)
+        error = (bin - BELOW).to(tl.float32) + 0.5
+        slope = tl.where(inside_window & by_bin, learned_slope(slope, tl.load(window + 3), error * width), slope)
         width *= tl.where(inside_window, width_factor(cell, moved, n_fac), 1.0)
         width = tl.where((inside_window == 0) & (by_bin == 0), tl.maximum(2.0 * width, 0.0625), width)
-        at_hint = hint + owner(row, HKV, TOKENS) * 2
-        tl.store(at_hint, level)
-        tl.store(at_hint + 1, tl.minimum(tl.maximum(width, 0.000244140625), 16.0))
+        hint += owner(row, HKV, TOKENS) * HINT
+        tl.store(hint, level)
+        tl.store(hint + 1, tl.minimum(tl.maximum(width, 0.000244140625), 16.0))
+        tl.store(hint + 2, slope)
+        tl.store(hint + 3, tl.load(window + 2))
 
     # This program's part of the context: which of its tokens are kept, in order.
     mine = tl.full((), 0, tl.int32)

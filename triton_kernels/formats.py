@@ -33,6 +33,11 @@ REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 
 Spec = tuple[tuple[Any, ...], torch.dtype]
 
+#: What a KV head of a sequence remembers from step to step to predict its threshold (``sparse_decode``'s ``hint``, float32): the level at
+#: which it was found and the width of a bin around it (base-2 log units of the keys), by how much the level rises where the query's size
+#: does by one, and that size (base-2 log of the query's length).
+HINT_COLUMNS = 4
+
 
 @dataclass(frozen=True)
 class FormatInfo:

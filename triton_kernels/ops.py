@@ -28,17 +28,14 @@ import torch
 from torch import Tensor
 
 from . import reference, sharded_decode
-from .formats import fc_cache_spec
+from .formats import HINT_COLUMNS, fc_cache_spec
 from .tokens import four_dims, from_rows
 
 #: Raise it with every change of what a kernel computes or of how it is called.
-KERNEL_VERSION = 10
+KERNEL_VERSION = 11
 
 #: Bytes that one process may contribute to ``peer_all_reduce`` and ``peer_all_gather``, and processes that may take part.
 MOST_BYTES, MOST_RANKS = 256 << 10, 8
-
-#: Columns of ``hint``: the last threshold and the width of a bin around it (base-2 log units of the keys).
-HINT_COLUMNS = 2
 
 _LIBRARY = torch.library.Library("fasa", "DEF")
 

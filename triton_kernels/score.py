@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from .bounds import allowed_by
+from .formats import HINT_COLUMNS
 from .fragments import multiply_pieces, read_pieces, read_queries
 from .launch import admit_successor, wait_for_predecessor
 
@@ -27,6 +28,10 @@ LAST: tl.constexpr = tl.constexpr(252)
 # counters of a line one after the other. A row has LINES lines of 32 counters.
 LINES: tl.constexpr = tl.constexpr(16)
 VALID: tl.constexpr = tl.constexpr(31)  # where the number of valid tokens is counted
+
+HINT: tl.constexpr = tl.constexpr(HINT_COLUMNS)
+# What a step makes of its hint: where the bins begin, bins to a unit, the query's size, by how much it grew, and the slope.
+WINDOW: tl.constexpr = tl.constexpr(5)
 
 
 @triton.jit
@@ -71,16 +76,27 @@ def dealt_token(i, part, base, PARTS: tl.constexpr, RUN: tl.constexpr):
 
 
 @triton.jit
-def row_window(hint, row, HAS_HINT: tl.constexpr):
-    """Where the bins begin and how wide they are. Any state gives usable bins; good state makes them useful."""
+def row_window(hint, sizes, row, own_row, HAS_HINT: tl.constexpr, SIZED: tl.constexpr):
+    """WINDOW's numbers. The level is expected to follow the query's size, by a slope that steps have taught (``attend.learned_slope``).
+    Any state gives usable bins; good state makes them useful."""
     level = tl.full((), 0.0, tl.float32)
     width = tl.full((), 0.0625, tl.float32)
+    size = tl.full((), 0.0, tl.float32)
+    growth = tl.full((), 0.0, tl.float32)
+    slope = tl.full((), 0.0, tl.float32)
+    if SIZED:
+        size = tl.load(sizes + row)
     if HAS_HINT:
-        guess = tl.load(hint + row * 2)
+        hint += own_row * HINT
+        guess = tl.load(hint)
         level = tl.where((guess > -1e30) & (guess < 1e30), guess, level)
-        guess = tl.load(hint + row * 2 + 1)
+        guess = tl.load(hint + 1)
         width = tl.where((guess >= 0.000244140625) & (guess <= 16.0), guess, width)
-    return level - BELOW * width, 1.0 / width
+        guess = tl.load(hint + 2)
+        slope = tl.where((guess > -1e3) & (guess < 1e3), guess, slope)
+        guess = size - tl.load(hint + 3)
+        growth = tl.where((guess > -2.0) & (guess < 2.0), guess, growth)
+    return level + slope * growth - BELOW * width, 1.0 / width, size, growth, slope
 
 
 @triton.jit
@@ -154,7 +170,7 @@ def _token_mask(mask, b, head, token, inside, stride_mb, stride_mh, stride_mt, M
 
 @triton.jit
 def tip_kernel(
-    query, factors, sums, source, meta, norm, mask, bounds, hint, keys, bins, window, stats, codes,
+    query, factors, sums, sizes, source, meta, norm, mask, bounds, hint, keys, bins, window, stats, codes,
     stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_mb, stride_mh, stride_mt, stride_bounds,
     L, scale, softcap, n_sink, n_recent,
@@ -168,8 +184,8 @@ def tip_kernel(
     NATIVE: tl.constexpr, COUNT: tl.constexpr, LEVELS: tl.constexpr, TOKENS: tl.constexpr, SHARD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (CHUNKS, rows), TOKENS rows to a sequence and KV head (``tokens``). ``source`` is the packed data and
-    ``query, factors, sums`` are ``query_kernel``'s; when ENGINE is
-    "all", they are k and q themselves and nothing. Writes ``keys [rows, L]`` and ``window [rows, 2]``, and, if COUNT, adds to
+    ``query, factors, sums, sizes`` are ``query_kernel``'s; when ENGINE is
+    "all", they are k and q themselves and nothing. Writes ``keys [rows, L]`` and ``window [rows, WINDOW]``, and, if COUNT, adds to
     ``bins [rows, 32 * LINES]``: counts of the keys in the window or above it (``counter_of``) and the number of valid tokens (only
     with a mask: else the bounds tell). LEVELS: ``norm`` has a row of its own for every row, ``[rows, G]``. SHARD: of the row's
     tokens only the first SHARD of L are here, or all (0); ``bounds`` are those of all tokens, seen from the first one here."""
@@ -185,7 +201,6 @@ def tip_kernel(
     recent = stop - n_recent
     first, stop = own_bounds(first, stop, SHARD)
     base, share = deal(first, stop, CHUNKS, BLOCK_T)
-    origin, per_width = row_window(hint, own_row, HAS_HINT)
     LOG2E: tl.constexpr = 1.4426950408889634
     LOWEST: tl.constexpr = -3.4028234663852886e38
     UNIT: tl.constexpr = 1.0 if SOFTCAP else LOG2E  # a softcap is applied in natural units
@@ -204,6 +219,14 @@ def tip_kernel(
         # The query's kernel, which this one follows, has let it start after all that came before had ended: what was read so
         # far, it does not write.
         wait_for_predecessor(EARLY)
+    origin, per_width, size, growth, slope = row_window(hint, sizes, row, own_row, HAS_HINT, ENGINE != "all")
+    if chunk == 0:
+        window += row * WINDOW
+        tl.store(window, origin)
+        tl.store(window + 1, per_width)
+        tl.store(window + 2, size)
+        tl.store(window + 3, growth)
+        tl.store(window + 4, slope)
     # What is subtracted of each head's scores; padded heads count for nothing.
     level = tl.where(is_head, 0.0, float("inf"))
     if PASS == "keys-by-stats":
@@ -414,6 +437,3 @@ def tip_kernel(
     else:
         if MASK_KIND != 0:
             tl.atomic_add(bins + VALID, tl.sum(seen, axis=0), sem="relaxed")
-        if chunk == 0:
-            tl.store(window + row * 2, origin)
-            tl.store(window + row * 2 + 1, per_width)

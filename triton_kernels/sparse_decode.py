@@ -10,14 +10,14 @@ from torch import Tensor
 from .attend import fac_kernel
 from .bounds import mask_bounds
 from .dense_decode import Refresh, attend_sizes, dense_decode, merge, strides_of, token_width
-from .formats import INFO, REDUCTIONS, check_format
+from .formats import HINT_COLUMNS, INFO, REDUCTIONS, check_format
 from .hot_buffer import fetching_fac_kernel
 from .hot_slots import fac_parts
 from .launch import Device, Mask, device_of, mask_arguments, on_device, partition_alike, power_of_2
 from .pack import bytes_view, pack_sizes
 from .query import query_kernel
 from .reference import most_kept
-from .score import LINES, tip_kernel
+from .score import LINES, WINDOW, tip_kernel
 from .tokens import as_rows, from_rows
 
 
@@ -75,7 +75,7 @@ def _block_k(L: int, splits: int) -> int:
 @dataclass
 class Scan:
     """TIP of one step: what its two kernels share, and what they write. ``keys`` and ``codes [rows * L]``, ``bins [rows, 32 * LINES]`` and
-    ``window [rows, 2]`` are what selection reads; ``stats [rows, chunks, GP, 2]`` each head's log-sum-exps, in parts, of "softmax_sum"."""
+    ``window [rows, WINDOW]`` are what selection reads; ``stats [rows, chunks, GP, 2]`` each head's log-sum-exps, in parts, of "softmax_sum"."""
 
     q: Tensor  # [rows of the step, Hq, 1, D]
     k: Tensor
@@ -95,6 +95,9 @@ class Scan:
         """Chooses the configuration, or takes ``config``, and allocates. ``width`` as ``configuration``'s."""
         q, data = self.q, self.data
         Hkv, L = self.k.shape[1], self.k.shape[2]
+        state = (self.k.shape[0], Hkv, HINT_COLUMNS)
+        if self.hint is not None and (self.hint.shape != state or self.hint.dtype != torch.float32):
+            raise ValueError(f"expected hint float32 {state}, got {self.hint.dtype} {tuple(self.hint.shape)}")
         self.rows, self.group = q.shape[0] * Hkv, q.shape[1] // Hkv
         self.device = device_of(q)
         self.engine, self.heads, self.block_w, self.pack = _engine(
@@ -108,11 +111,12 @@ class Scan:
         self.keys = self._scratch(self.rows * L + 16)  # these two are read somewhat beyond their end
         self.codes = self._scratch(self.rows * L + 16, dtype=torch.uint8)
         self.bins = self._scratch(self.rows, 32 * LINES.value, dtype=torch.int32)
-        self.window = self._scratch(self.rows, 2)
+        self.window = self._scratch(self.rows, WINDOW.value)
         self.stats: Tensor | None = None
         self.levels: Tensor | None = None
         self.factors: Tensor | None = None
         self.sums: Tensor | None = None
+        self.sizes: Tensor | None = None
         if self.reduction == "softmax_sum":
             self.stats = self._scratch(self.rows, self.config.chunks, self.heads, 2)
         self.source, self.codes_of_q = self.k, q
@@ -123,6 +127,7 @@ class Scan:
             self.codes_of_q = self._scratch(self.rows, 2, self.heads, self.block_w, dtype=dtype)
             self.factors = self._scratch(self.rows, self.heads)
             self.sums = self._scratch(self.rows, self.heads, dtype=torch.int32)
+            self.sizes = self._scratch(self.rows)
         return self.config
 
     def query(
@@ -144,7 +149,7 @@ class Scan:
             self.levels = self._scratch(self.rows, self.group)
         launched = query_kernel[(self.rows, 1 if slots is None else 2)](
             self.q, self.k, dims, centre, spread, slots, bytes_view(data), meta, bytes_view(self.codes_of_q),
-            self.factors, self.sums, self.bins, norm, slopes, self.levels,
+            self.factors, self.sums, self.sizes, self.bins, norm, slopes, self.levels,
             *self.strides[:7], 0 if slots is None or slots.dim() == 1 else slots.stride(0),
             self.k.shape[2], 0 if slots is None else slots.shape[-1], self.scale,
             HKV=self.k.shape[1], G=self.group, GP=self.heads, COLUMNS=data.shape[3], META=meta.shape[3],
@@ -162,7 +167,7 @@ class Scan:
         data, meta, c = self.data, self.meta, self.config
         norm = norm if self.levels is None else self.levels
         launched = tip_kernel[(c.chunks, self.rows)](
-            self.codes_of_q, self.factors, self.sums, self.source, meta, norm, self.mask.tensor, self.bounds, self.hint,
+            self.codes_of_q, self.factors, self.sums, self.sizes, self.source, meta, norm, self.mask.tensor, self.bounds, self.hint,
             self.keys, self.bins, self.window, self.stats, self.codes,
             *self.strides[:7], *self.strides[11:], self.k.shape[2], self.scale, self.softcap, n_sink, n_recent,
             HKV=self.k.shape[1], G=self.group, GP=self.heads, D=self.q.shape[3], FMT=self.fmt,

@@ -128,7 +128,7 @@ def sharded_step(case: Case, ranks: int, hints: list[Tensor] | None = None) -> t
     attended to, bool ``[B, Hkv, L]``, and sparse and exact attention, fp32 ``[B, Hq, 1, Dv]``.
 
     Each process has a row more in its buffers, poisoned, that nobody may read. ``L`` must be a multiple of ``ranks``. Which tokens were kept
-    shows in attention to unit vectors, 128 tokens at a time. ``hints``: each process's, ``[B, Hkv, 2]``.
+    shows in attention to unit vectors, 128 tokens at a time. ``hints``: each process's, of the shape of ``ops.sparse_decode_state``.
     """
     from fasa_compile.triton_kernels import dense_decode, shard, sharded_decode
 

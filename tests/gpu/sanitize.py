@@ -16,6 +16,7 @@ import torch
 
 from fasa_compile.testing.steps import Case, check_sharded_step, make_case
 from fasa_compile.triton_kernels import bounds, dense_decode, hot_slots, pack, peers, sparse_decode
+from fasa_compile.triton_kernels.formats import HINT_COLUMNS
 
 
 def main() -> None:
@@ -29,7 +30,7 @@ def main() -> None:
             fmt, **{"G": 4, "L": 1501, "D": 128, "DV": 128, "n_fac": 100, "dtype": torch.float16, **options}
         )  # type: ignore[arg-type]
         (q, k, v), cache, (norm, mask) = on_gpu(case)
-        hint = torch.zeros(2, 2, 2).cuda()
+        hint = torch.zeros(2, 2, HINT_COLUMNS).cuda()
         slots = None if cache[0] is None else torch.tensor([[7], [1400]]).cuda()
         for _ in range(2):
             out = sparse_decode.sparse_decode(q, k, v, *cache, norm, mask, None, slots, hint, **case.how)
@@ -64,7 +65,7 @@ def hot_buffer() -> None:
         for shape, dtype in hot_slots.hot_spec(2, 2, size, 128, 128, torch.float16)
     ]
     (q, k, v), cache, (norm, mask) = on_gpu(case)
-    hint, slots = torch.zeros(2, 2, 2).cuda(), torch.tensor([[7], [1400]]).cuda()
+    hint, slots = torch.zeros(2, 2, HINT_COLUMNS).cuda(), torch.tensor([[7], [1400]]).cuda()
     for _ in range(3):
         out = sparse_decode.sparse_decode(q, k, v, *cache, norm, mask, None, slots, hint, *state, **case.how)
     assert out.cpu().isfinite().all() and state[2].cpu()[..., hot_slots.FETCHED].sum() > 0
@@ -73,7 +74,7 @@ def hot_buffer() -> None:
 def several_tokens() -> None:
     case = make_case("int4", S=3, G=4, L=1501, D=128, DV=128, W=64, n_fac=100, mask="lengths", dtype=torch.float16)
     (q, k, v), cache, (norm, mask) = on_gpu(case)
-    hint = torch.zeros(2, 2, 2).cuda()
+    hint = torch.zeros(2, 2, HINT_COLUMNS).cuda()
     for _ in range(2):
         out = sparse_decode.sparse_decode(q, k, v, *cache, norm, mask, None, None, hint, **case.how)
     assert out.cpu().isfinite().all()

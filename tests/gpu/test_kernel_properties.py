@@ -76,7 +76,7 @@ KERNELS = SimpleNamespace(sparse_decode=_sparse_decode, pack=_pack)
 
 def step_of(case: Case, seed: int) -> None:
     """Selection and attention against the reference, and the dense kernel."""
-    hint = torch.full((*case.k.shape[:2], 2), (0.0, -3.0, torch.nan)[seed % 3], device=case.q.device)
+    hint = torch.full((*case.k.shape[:2], ops.HINT_COLUMNS), (0.0, -3.0, torch.nan)[seed % 3], device=case.q.device)
     check_step(case, None if seed % 4 == 0 else hint, tolerance=1.6e-2)
     how = {name: case.how[name] for name in ("scale", "softcap", "sinks")}
     got = torch.ops.fasa.dense_decode(case.q, case.k, case.v, case.mask, None, version=VERSION, **how)
@@ -157,7 +157,7 @@ def test_random_steps(number: int) -> None:
 def test_replays_give_the_bits_of_a_run(number: int) -> None:
     """A captured step, replayed twice on each of several inputs, gives what the step gives outside the graph."""
     case = case_of(LAYOUTS[number], number)
-    hint = torch.zeros(*case.k.shape[:2], 2, device="cuda")
+    hint = torch.zeros(*case.k.shape[:2], ops.HINT_COLUMNS, device="cuda")
     bounds = None if case.mask is None else torch.ops.fasa.mask_bounds(case.mask, case.k.shape[2], VERSION)
 
     def step() -> Tensor:

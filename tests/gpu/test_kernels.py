@@ -47,7 +47,7 @@ def test_scoring_with_all_dims(options: dict[str, Any]) -> None:
 def test_steps_that_follow_each_other(fmt: str, L: int, n_fac: int, gain: float) -> None:
     options = {**BASE, "L": L, "n_fac": n_fac, "gain": gain, "B": 1}
     case = make_case(fmt, **options)
-    hint = torch.full((1, 2, 2), torch.nan, device="cuda")
+    hint = torch.full((1, 2, ops.HINT_COLUMNS), torch.nan, device="cuda")
     kept = []
     for _ in range(6):
         case.q = (case.q.float() + 0.1 * gain * torch.randn_like(case.q.float())).to(case.q.dtype)
@@ -81,7 +81,7 @@ def test_a_captured_step_reads_what_is_there_at_replay() -> None:
     case = make_case("int4", **{**BASE, "mask": "lengths"})
     assert case.mask is not None
     mask, slots = case.mask.clone(), torch.tensor([5], device="cuda")
-    hint = torch.zeros(2, 2, 2, device="cuda")
+    hint = torch.zeros(2, 2, ops.HINT_COLUMNS, device="cuda")
 
     def step() -> torch.Tensor:
         bounds = torch.ops.fasa.mask_bounds(mask, 4096, VERSION)
@@ -123,7 +123,7 @@ def test_dense(mask: str, options: dict[str, Any]) -> None:
 def test_operators_keep_their_promises() -> None:
     case = make_case("int4", **{**BASE, "L": 600, "mask": "bool"})
     data, meta, dims, centre, spread = case.cache
-    slots, hint = torch.tensor([7], device="cuda"), torch.zeros(2, 2, 2, device="cuda")
+    slots, hint = torch.tensor([7], device="cuda"), torch.zeros(2, 2, ops.HINT_COLUMNS, device="cuda")
     q, k, v, mask = case.q, case.k, case.v, case.mask
     fasa = torch.ops.fasa
     check = torch.library.opcheck

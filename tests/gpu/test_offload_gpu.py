@@ -19,6 +19,7 @@ import fasa_compile
 from fasa_compile import FasaStaticCache, OffloadError, fasa_backend, offloaded_cache, staged
 from fasa_compile import offload as module
 from fasa_compile.triton_kernels import hot_slots, reference, sparse_decode
+from fasa_compile.triton_kernels.formats import HINT_COLUMNS
 
 pytestmark = pytest.mark.gpu
 IDS = torch.randint(0, 512, (2, 400), generator=torch.Generator().manual_seed(3))
@@ -90,7 +91,7 @@ def test_kernel_is_its_specification(mask, B, n_fac, slots):
     ours, theirs = ([torch.zeros(shape, dtype=dtype, device="cuda") for shape, dtype in spec] for _ in range(2))
     ours[0].fill_(torch.nan), theirs[0].fill_(torch.nan)
     first = torch.zeros(1, device="cuda") if m is None else reference.mask_bounds(m, L)[:, 0]
-    hint = torch.zeros(B, Hkv, 2, device="cuda")
+    hint = torch.zeros(B, Hkv, HINT_COLUMNS, device="cuda")
     how = dict(scale=0.1, n_fac=n_fac, n_sink=4, n_recent=16, fmt="int4")
     q = torch.randn(B, Hkv * G, 1, D, device="cuda", generator=g)
     for step in range(12):

@@ -34,7 +34,7 @@ IDS = torch.randint(0, 512, (2, 400), generator=torch.Generator().manual_seed(3)
 ], ids=str)  # fmt: skip
 def test_a_step(fmt: str, options: dict[str, Any]) -> None:
     case = make_case(fmt, **{**BASE, **options})
-    hint = torch.full((*case.k.shape[:2], 2), torch.nan, device="cuda")
+    hint = torch.full((*case.k.shape[:2], ops.HINT_COLUMNS), torch.nan, device="cuda")
     for _ in range(2):  # a search, then bins around the threshold
         check_step(case, hint, tolerance=1.6e-2)
 
@@ -65,7 +65,7 @@ def test_rows_written_by_a_step_are_packed_in_it(fmt: str, n_fac: int) -> None:
 def test_the_operator_keeps_its_promises() -> None:
     case = make_case("int4", **{**BASE, "L": 512, "n_fac": 64})
     data, meta, dims, centre, spread = case.cache
-    hint = torch.zeros(*case.k.shape[:2], 2, device="cuda")
+    hint = torch.zeros(*case.k.shape[:2], ops.HINT_COLUMNS, device="cuda")
     args = (case.q, case.k, case.v, data, meta, dims, centre, spread, case.norm, case.mask, None, None, hint)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(

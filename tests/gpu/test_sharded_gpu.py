@@ -24,7 +24,7 @@ BASE: dict[str, Any] = {
 ], ids=str)  # fmt: skip
 def test_a_step(fmt: str, ranks: int, options: dict[str, Any]) -> None:
     case = make_case(fmt, **{**BASE, **options})
-    hints = [torch.full((*case.k.shape[:2], 2), torch.nan, device="cuda") for _ in range(ranks)]
+    hints = [torch.full((*case.k.shape[:2], ops.HINT_COLUMNS), torch.nan, device="cuda") for _ in range(ranks)]
     for _ in range(2):  # a search, then bins around the threshold
         check_sharded_step(case, ranks, hints, tolerance=1.6e-2)
 
@@ -41,7 +41,7 @@ def test_the_operators() -> None:
     case = make_case("int4", **{**BASE, "mask": "lengths"})
     data, meta, dims, _, spread = case.cache
     bounds = reference.mask_bounds(case.mask, 4096)  # type: ignore[arg-type]
-    hint = torch.zeros(2, 2, 2, device="cuda")
+    hint = torch.zeros(2, 2, ops.HINT_COLUMNS, device="cuda")
     common = {"scale": 0.1, "softcap": 0.0, "version": ops.KERNEL_VERSION}
     fasa, scored = torch.ops.fasa, (case.q, case.k, data, meta, dims, spread)
     torch.library.opcheck(fasa.shard_levels, (*scored, case.mask, bounds), {"rows": 4096, "fmt": "int4", **common})

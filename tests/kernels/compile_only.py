@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +54,17 @@ class Launch:
                 attributes[(i,)] = [["tt.divisibility", 16]]
         source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=attributes)
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
+
+
+def registers(compiled: Any) -> int:
+    """Of a thread, as a multiprocessor gives them out: in eights."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        found = re.search(r"REG:(\d+)", subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert found
+    return -(-int(found[1]) // 8) * 8
 
 
 @contextlib.contextmanager

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from compile_only import Launch, recording
+from compile_only import Launch, recording, registers
 
-from fasa_compile.triton_kernels.formats import fc_cache_spec
+from fasa_compile.triton_kernels.formats import HINT_COLUMNS, fc_cache_spec
 from fasa_compile.triton_kernels.hot_slots import HotSize, fac_parts, hot_spec
 
 
@@ -34,7 +34,7 @@ def launches_of(
         q, kv = torch.empty(B, Hq, 1, D, dtype=torch.bfloat16), torch.empty(B, Hkv, L, D, dtype=torch.bfloat16)
         data, meta = (torch.empty(shape, dtype=dtype) for shape, dtype in fc_cache_spec(B, Hkv, L, W, fmt))
         dims, centre = torch.empty(Hkv, W, dtype=torch.int32), torch.empty(Hkv, W)
-        slots, hint = torch.empty(1, dtype=torch.int64), torch.empty(B, Hkv, 2)
+        slots, hint = torch.empty(1, dtype=torch.int64), torch.empty(B, Hkv, HINT_COLUMNS)
         m = None if mask is None else torch.empty(B, 1, 1, L, dtype=mask)
         sparse_decode.sparse_decode(
             q, kv, kv, data, meta, dims, centre, centre, torch.empty(Hq), m, None, slots, hint, scale=0.1, n_fac=1024,
@@ -122,6 +122,32 @@ def test_an_element_of_a_fragment_is_a_thread(
     inputs = re.findall(r"elementwise_inline_asm \"[^\"]*mma.sync.*", code["ttgir"])
     assert inputs and all(set(re.findall(r"tensor<\d+x\w+, (#\w+)>", line)) == {name} for line in inputs)
     assert "mma.sync" in code["ptx"] and not re.search(r"@%p\d+\s+mma\.sync", code["ptx"])
+
+
+@pytest.mark.parametrize("fmt, W", [("int4", 64), ("fp8", 32), ("bf16", 32), ("int8", 32)])
+def test_programs_of_tip_have_room(fmt: str, W: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as are launched for a multiprocessor fit there by their registers: one that has to wait for another's end costs a fifth."""
+    from fasa_compile.triton_kernels import sparse_decode
+    from fasa_compile.triton_kernels.launch import Device
+
+    monkeypatch.setattr(sparse_decode, "device_of", lambda _: Device(132, 90, True))
+    with torch.device("meta"), recording() as launches:
+        q, kv = torch.empty(8, 32, 1, 128, dtype=torch.bfloat16), torch.empty(8, 8, 32768, 128, dtype=torch.bfloat16)
+        data, meta = (torch.empty(shape, dtype=dtype) for shape, dtype in fc_cache_spec(8, 8, 32768, W, fmt))
+        dims, spread, norm = torch.empty(8, W, dtype=torch.int32), torch.empty(8, W), torch.empty(32)
+        bounds, slots, hint = (
+            torch.empty(8, 2, dtype=torch.int32),
+            torch.empty(1).long(),
+            torch.empty(8, 8, HINT_COLUMNS),
+        )
+        cache = (data, meta, dims, spread, spread, norm)
+        sparse_decode.sparse_decode(
+            q, kv, kv, *cache, None, bounds, slots, hint, scale=0.1, n_fac=1024, n_sink=4, n_recent=16, fmt=fmt
+        )
+    (tip,) = (launch for launch in launches if launch.kernel.fn.__name__ == "tip_kernel")
+    assert tip.arguments["ENGINE"] == "fragments" and tip.options["num_warps"] == 4
+    programs = -(-64 * tip.arguments["CHUNKS"] // 132)
+    assert programs in (4, 5) and 128 * registers(tip.compile(90)) * programs <= 65536
 
 
 def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:  # trial L1

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 from fasa_compile.testing.steps import check_sharded_step, check_step, make_case, sharded_step
 from fasa_compile.triton_kernels import reference
-from fasa_compile.triton_kernels.formats import FORMATS
+from fasa_compile.triton_kernels.formats import FORMATS, HINT_COLUMNS
 from fasa_compile.triton_kernels.launch import LOG2E
 from fasa_compile.triton_kernels.score import BELOW
 
@@ -137,7 +137,7 @@ def test_tokens_that_share_a_row_of_the_operand(fmt: str, G: int, mask: str) -> 
 )  # fmt: skip
 def test_several_query_tokens_select_each_for_itself(options: dict[str, object]) -> None:
     case = make_case(**({"S": 3} | options))  # type: ignore[arg-type]
-    hint = torch.zeros(case.k.shape[0], 2, 2)
+    hint = torch.zeros(case.k.shape[0], 2, HINT_COLUMNS)
     check_step(case, hint)
     # The next step's window begins below the lowest threshold of this one's tokens, as steps of each alone leave them; below the last
     # one's if some were not in the window that steps without a past have.
@@ -171,7 +171,7 @@ def test_tokens_on_several_processes(ranks: int, options: dict[str, object]) -> 
 def test_processes_whose_hints_differ() -> None:
     """A process that has just begun searches; the others have bins around the threshold. All keep their best."""
     case = make_case(B=1, L=120)
-    hints = [torch.full((1, 2, 2), state) for state in (torch.nan, 0.0)]
+    hints = [torch.full((1, 2, HINT_COLUMNS), state) for state in (torch.nan, 0.0)]
     for _ in range(2):
         check_sharded_step(case, 2, hints)
     hints[0].fill_(torch.nan)
@@ -230,7 +230,7 @@ def test_a_hot_buffer_serves_one_token() -> None:
 @pytest.mark.parametrize("state", [0.0, -1.0, float("nan"), float("inf"), -50.0, 1e38])
 def test_whatever_the_hint_holds(state: float) -> None:
     case = make_case("fp32")
-    hint = torch.full((2, 2, 2), state)
+    hint = torch.full((2, 2, HINT_COLUMNS), state)
     kept = [check_step(case, hint) for _ in range(4)]
     assert hint.isfinite().all()
     assert kept[-1] <= 1.07
@@ -260,7 +260,7 @@ def test_fragments(fmt: str, options: dict[str, object], monkeypatch: pytest.Mon
     choose = sparse_decode._engine
     monkeypatch.setattr(sparse_decode, "_engine", lambda *how: used.append(choose(*how)) or used[-1])
     case = make_case(fmt, **{"L": 300, "D": 72, "W": 64, "G": 4} | options)  # type: ignore[arg-type]
-    hint = torch.zeros(2, 2, 2)
+    hint = torch.zeros(2, 2, HINT_COLUMNS)
     for _ in range(2):
         check_step(case, hint)
     assert {engine for engine, *_ in used} == {"fragments"}
@@ -281,7 +281,44 @@ def test_a_threshold_in_the_lowest_bin() -> None:
     assert (counted <= 112).all() and (nearly > 112).all(), (
         "the bins tell, but those below the window would be too many"
     )
-    check_step(case, torch.stack([origin + BELOW.value * width, torch.full_like(origin, width)], -1))
+    hint = torch.zeros(*origin.shape, HINT_COLUMNS)
+    hint[..., 0], hint[..., 1] = origin + BELOW.value * width, width
+    check_step(case, hint)
+
+
+@interpreted
+@pytest.mark.parametrize("fmt", ["fp32", "fp8", "int4"])
+def test_thresholds_follow_the_size_of_the_query(fmt: str) -> None:
+    """Queries that grow and shrink: where the threshold will be is soon known much better than that it will be where it was."""
+    case = make_case(fmt, L=1000, n_fac=100)
+    _, _, dims, _, spread = case.cache
+    assert dims is not None and spread is not None
+    hint = torch.zeros(2, 2, HINT_COLUMNS)
+    small, large = case.q, case.q * 1.5
+    levels, expected = [], []
+    for turn in range(16):
+        case.q = large if turn % 2 else small
+        before = hint.clone()
+        check_step(case, hint)
+        y = case.q.unflatten(1, (2, -1))[:, :, :, 0].gather(
+            3, dims.long()[None, :, None].expand(2, 2, case.q.shape[1] // 2, -1)
+        )
+        size = (y * spread[:, None]).square().sum((2, 3)).log2() / 2
+        torch.testing.assert_close(hint[..., 3], size, atol=1e-4, rtol=0)
+        levels.append(hint[..., 0].clone())
+        expected.append(before[..., 0] + before[..., 2] * (size - before[..., 3]))
+    moved = (torch.stack(levels[-4:]) - torch.stack(levels[-5:-1])).abs().mean(0)
+    missed = (torch.stack(levels[-4:]) - torch.stack(expected[-4:])).abs().mean(0)
+    assert (moved > 0.1).all() and (missed < 0.25 * moved).all(), (moved, missed)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "hint", [torch.zeros(2, 2, HINT_COLUMNS // 2), torch.zeros(2, 2, HINT_COLUMNS, dtype=torch.float64)]
+)
+def test_a_hint_of_another_kind_is_refused(hint: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=rf"expected hint float32 \(2, 2, {HINT_COLUMNS}\)"):
+        check_step(make_case(), hint)
 
 
 @interpreted

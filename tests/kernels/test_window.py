@@ -33,7 +33,7 @@ def threshold() -> ModuleType:
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter (TRITON_INTERPRET=1)")
 def test_the_replay_has_the_kernels_rule(threshold: ModuleType) -> None:
-    from search_kernel import factors
+    from search_kernel import factors, slopes
 
     from fasa_compile.triton_kernels.score import BELOW, BINS, LAST
 
@@ -44,6 +44,9 @@ def test_the_replay_has_the_kernels_rule(threshold: ModuleType) -> None:
     expected = [threshold.factor(c, m) for c, m in zip(cells.tolist(), moves.tolist(), strict=True)]
     torch.testing.assert_close(out, torch.tensor(expected))
     assert len(set(expected)) == 6, "every branch is compared"
+    states = torch.randn(3, 64)
+    slopes[(1,)](*states, out, 64)
+    torch.testing.assert_close(out[:64], torch.tensor([threshold.learned_slope(*s) for s in states.T.tolist()]))
 
 
 def test_queries_that_take_turns_do_not_search(threshold: ModuleType) -> None:
@@ -55,6 +58,6 @@ def test_queries_that_take_turns_do_not_search(threshold: ModuleType) -> None:
     turns = [torch.lerp(y[at - 1], y[at], part) for y in map(torch.tensor, TURNS)]
     steps = torch.stack([turns[i % 3] for i in range(90)])
     for level, width in itertools.product((3.7, 3.8, 3.9, 4.0, 4.1), torch.logspace(-9, -2, 29, base=2).tolist()):
-        all_of_them, _, _ = threshold.replay(steps, level, width)
-        at_first, _, _ = threshold.replay(steps[:30], level, width)
+        all_of_them, *_ = threshold.replay(steps, None, level, width)
+        at_first, *_ = threshold.replay(steps[:30], None, level, width)
         assert all_of_them == at_first, (level, width)
