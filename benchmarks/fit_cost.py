@@ -65,7 +65,7 @@ def fit(record: dict[str, Any]) -> cost.Card:
         if (solution <= 0).any():
             raise SystemExit(f"the fit gave {dict(zip(names, solution, strict=True))}: constants must be positive")
         values |= {name: float(f"{x:.4g}") for name, x in zip(names, solution, strict=True)}
-    return cost.Card(record["card"], SMS[record["card"]], **values)
+    return cost.Card(record["card"], record["multiprocessors"], **values)
 
 
 def errors(record: dict[str, Any], card: cost.Card) -> list[tuple[str, cost.Shape, float, float]]:
