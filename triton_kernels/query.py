@@ -28,8 +28,13 @@ def _code(y, step):
 
 
 @triton.jit
+def _largest_and_sum(x, y, other_x, other_y):
+    return tl.maximum(x, other_x), y + other_y
+
+
+@triton.jit
 def query_kernel(
-    q, k, dims, centre, spread, slots, data, meta, query, factors, sums, sizes, bins, norm, slopes, levels,
+    q, k, dims, centre, spread, slots, data, meta, query, factors, sums, squares, bins, norm, slopes, levels,
     stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd, stride_slots,
     L, n_slots, scale,
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, COLUMNS: tl.constexpr, META: tl.constexpr,
@@ -39,8 +44,8 @@ def query_kernel(
 ):  # fmt: skip
     """Grid (rows, 1), or (rows, 2) with slots: the second half refreshes them, each row its share of the TOKENS rows that read
     one sequence (``tokens``). Writes ``query [rows, 2, GP, BLOCK_W]`` (zero padded; the second half is int4's high nibbles),
-    ``factors [rows, GP]``, what turns a dot into a score, ``sums [rows, GP]``, the codes' sums (integer formats), and ``sizes [rows]``,
-    the base-2 log of the length of all the group's queries together. HALVES: e4m3 numbers are written as fp16, divided by 512. Clears
+    ``factors [rows, GP]``, what turns a dot into a score, ``sums [rows, GP]``, the codes' sums (integer formats), and
+    ``squares [rows, GP]``, the squared length of each head's query. HALVES: e4m3 numbers are written as fp16, divided by 512. Clears
     ``bins [rows, COUNTERS]`` for the counts that follow. AFFINE: ``levels [rows, G]`` are what is taken from each head's scores,
     ``norm [HKV * G]`` and the query's dot with ``slopes [HKV * G, W]``."""
     row = tl.program_id(0).to(tl.int64)
@@ -68,14 +73,14 @@ def query_kernel(
     g = tl.arange(0, GP)
     q_rows = q + b * stride_qb + (h * G + g[:, None]) * stride_qh
     lo = _scaled(q_rows, at_lo, spread_lo, (g < G)[:, None] & (w < END)[None, :], stride_qd)
-    largest = tl.max(tl.abs(lo), axis=1)
-    squares = tl.sum(lo * lo, axis=1)
+    largest = tl.abs(lo)
+    square = lo * lo
     if INT4:
         hi = _scaled(q_rows, at_hi, spread_hi, (g < G)[:, None] & (HALF + w < W)[None, :], stride_qd)
-        largest = tl.maximum(largest, tl.max(tl.abs(hi), axis=1))
-        squares += tl.sum(hi * hi, axis=1)
-    # Finite, whatever overflows.
-    tl.store(sizes + row, 0.5 * tl.log2(tl.minimum(tl.maximum(tl.sum(squares, axis=0), 1e-36), 1e36)))
+        largest = tl.maximum(largest, tl.abs(hi))
+        square += hi * hi
+    largest, square = tl.reduce((largest, square), 1, _largest_and_sum)
+    tl.store(squares + row * GP + g, square)
     if AFFINE:
         s_at = slopes + (h * G + g[:, None]) * W + w[None, :]
         level = tl.sum(lo * tl.load(s_at, mask=(g < G)[:, None] & (w < END)[None, :], other=0.0), axis=1)

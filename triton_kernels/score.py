@@ -76,26 +76,32 @@ def dealt_token(i, part, base, PARTS: tl.constexpr, RUN: tl.constexpr):
 
 
 @triton.jit
-def row_window(hint, sizes, row, own_row, HAS_HINT: tl.constexpr, SIZED: tl.constexpr):
-    """WINDOW's numbers. The level is expected to follow the query's size, by a slope that steps have taught (``attend.learned_slope``).
-    Any state gives usable bins; good state makes them useful."""
+def row_hint(hint, row, HAS_HINT: tl.constexpr):
+    """HINT's numbers, or usable ones in the place of what cannot be."""
     level = tl.full((), 0.0, tl.float32)
     width = tl.full((), 0.0625, tl.float32)
-    size = tl.full((), 0.0, tl.float32)
-    growth = tl.full((), 0.0, tl.float32)
     slope = tl.full((), 0.0, tl.float32)
-    if SIZED:
-        size = tl.load(sizes + row)
+    size = tl.full((), 0.0, tl.float32)
     if HAS_HINT:
-        hint += own_row * HINT
+        hint += row * HINT
         guess = tl.load(hint)
         level = tl.where((guess > -1e30) & (guess < 1e30), guess, level)
         guess = tl.load(hint + 1)
         width = tl.where((guess >= 0.000244140625) & (guess <= 16.0), guess, width)
         guess = tl.load(hint + 2)
         slope = tl.where((guess > -1e3) & (guess < 1e3), guess, slope)
-        guess = size - tl.load(hint + 3)
-        growth = tl.where((guess > -2.0) & (guess < 2.0), guess, growth)
+        guess = tl.load(hint + 3)
+        size = tl.where((guess > -1e3) & (guess < 1e3), guess, size)
+    return level, width, slope, size
+
+
+@triton.jit
+def row_window(hint, square):
+    """WINDOW's numbers, of ``row_hint``'s and the squared length of the row's queries. The level is expected to follow the query's size, by a
+    slope that steps have taught (``attend.learned_slope``), unless it grew too much to tell."""
+    level, width, slope, last = hint
+    size = 0.5 * tl.log2(tl.minimum(tl.maximum(square, 1e-36), 1e36))  # finite, whatever overflows
+    growth = tl.where((size - last > -2.0) & (size - last < 2.0), size - last, 0.0)
     return level + slope * growth - BELOW * width, 1.0 / width, size, growth, slope
 
 
@@ -170,7 +176,7 @@ def _token_mask(mask, b, head, token, inside, stride_mb, stride_mh, stride_mt, M
 
 @triton.jit
 def tip_kernel(
-    query, factors, sums, sizes, source, meta, norm, mask, bounds, hint, keys, bins, window, stats, codes,
+    query, factors, sums, squares, source, meta, norm, mask, bounds, hint, keys, bins, window, stats, codes,
     stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_mb, stride_mh, stride_mt, stride_bounds,
     L, scale, softcap, n_sink, n_recent,
@@ -184,7 +190,7 @@ def tip_kernel(
     NATIVE: tl.constexpr, COUNT: tl.constexpr, LEVELS: tl.constexpr, TOKENS: tl.constexpr, SHARD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (CHUNKS, rows), TOKENS rows to a sequence and KV head (``tokens``). ``source`` is the packed data and
-    ``query, factors, sums, sizes`` are ``query_kernel``'s; when ENGINE is
+    ``query, factors, sums, squares`` are ``query_kernel``'s; when ENGINE is
     "all", they are k and q themselves and nothing. Writes ``keys [rows, L]`` and ``window [rows, WINDOW]``, and, if COUNT, adds to
     ``bins [rows, 32 * LINES]``: counts of the keys in the window or above it (``counter_of``) and the number of valid tokens (only
     with a mask: else the bounds tell). LEVELS: ``norm`` has a row of its own for every row, ``[rows, G]``. SHARD: of the row's
@@ -201,6 +207,7 @@ def tip_kernel(
     recent = stop - n_recent
     first, stop = own_bounds(first, stop, SHARD)
     base, share = deal(first, stop, CHUNKS, BLOCK_T)
+    guess = row_hint(hint, own_row, HAS_HINT)
     LOG2E: tl.constexpr = 1.4426950408889634
     LOWEST: tl.constexpr = -3.4028234663852886e38
     UNIT: tl.constexpr = 1.0 if SOFTCAP else LOG2E  # a softcap is applied in natural units
@@ -219,14 +226,11 @@ def tip_kernel(
         # The query's kernel, which this one follows, has let it start after all that came before had ended: what was read so
         # far, it does not write.
         wait_for_predecessor(EARLY)
-    origin, per_width, size, growth, slope = row_window(hint, sizes, row, own_row, HAS_HINT, ENGINE != "all")
-    if chunk == 0:
-        window += row * WINDOW
-        tl.store(window, origin)
-        tl.store(window + 1, per_width)
-        tl.store(window + 2, size)
-        tl.store(window + 3, growth)
-        tl.store(window + 4, slope)
+    square = tl.full((), 1.0, tl.float32)
+    if ENGINE != "all":
+        square = tl.load(squares + row * GP)
+        for n in tl.static_range(1, G):
+            square += tl.load(squares + row * GP + n)
     # What is subtracted of each head's scores; padded heads count for nothing.
     level = tl.where(is_head, 0.0, float("inf"))
     if PASS == "keys-by-stats":
@@ -283,6 +287,15 @@ def tip_kernel(
     seen = tl.zeros(lane.shape, tl.int32)
     if ENGINE == "fragments":
         pieces = read_pieces(source, meta, base + chunk * BLOCK_T, stop, THREADS, WIDTH, BYTES, META)
+    # Here, so that what is read above is under way, and not at the end, since registers are few.
+    origin, per_width, size, growth, slope = row_window(guess, square)
+    if chunk == 0:
+        window += row * WINDOW
+        tl.store(window, origin)
+        tl.store(window + 1, per_width)
+        tl.store(window + 2, size)
+        tl.store(window + 3, growth)
+        tl.store(window + 4, slope)
     for i0 in range(0, share, BLOCK_T):
         t0 = base + i0 * CHUNKS + chunk * BLOCK_T
         if ENGINE == "fragments":

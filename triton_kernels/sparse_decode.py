@@ -116,7 +116,7 @@ class Scan:
         self.levels: Tensor | None = None
         self.factors: Tensor | None = None
         self.sums: Tensor | None = None
-        self.sizes: Tensor | None = None
+        self.squares: Tensor | None = None
         if self.reduction == "softmax_sum":
             self.stats = self._scratch(self.rows, self.config.chunks, self.heads, 2)
         self.source, self.codes_of_q = self.k, q
@@ -127,7 +127,7 @@ class Scan:
             self.codes_of_q = self._scratch(self.rows, 2, self.heads, self.block_w, dtype=dtype)
             self.factors = self._scratch(self.rows, self.heads)
             self.sums = self._scratch(self.rows, self.heads, dtype=torch.int32)
-            self.sizes = self._scratch(self.rows)
+            self.squares = self._scratch(self.rows, self.heads)
         return self.config
 
     def query(
@@ -149,7 +149,7 @@ class Scan:
             self.levels = self._scratch(self.rows, self.group)
         launched = query_kernel[(self.rows, 1 if slots is None else 2)](
             self.q, self.k, dims, centre, spread, slots, bytes_view(data), meta, bytes_view(self.codes_of_q),
-            self.factors, self.sums, self.sizes, self.bins, norm, slopes, self.levels,
+            self.factors, self.sums, self.squares, self.bins, norm, slopes, self.levels,
             *self.strides[:7], 0 if slots is None or slots.dim() == 1 else slots.stride(0),
             self.k.shape[2], 0 if slots is None else slots.shape[-1], self.scale,
             HKV=self.k.shape[1], G=self.group, GP=self.heads, COLUMNS=data.shape[3], META=meta.shape[3],
@@ -167,7 +167,7 @@ class Scan:
         data, meta, c = self.data, self.meta, self.config
         norm = norm if self.levels is None else self.levels
         launched = tip_kernel[(c.chunks, self.rows)](
-            self.codes_of_q, self.factors, self.sums, self.sizes, self.source, meta, norm, self.mask.tensor, self.bounds, self.hint,
+            self.codes_of_q, self.factors, self.sums, self.squares, self.source, meta, norm, self.mask.tensor, self.bounds, self.hint,
             self.keys, self.bins, self.window, self.stats, self.codes,
             *self.strides[:7], *self.strides[11:], self.k.shape[2], self.scale, self.softcap, n_sink, n_recent,
             HKV=self.k.shape[1], G=self.group, GP=self.heads, D=self.q.shape[3], FMT=self.fmt,
