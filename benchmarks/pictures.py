@@ -78,8 +78,8 @@ def quality(record: dict[str, Any]) -> str:
 
 
 PICTURES = {
-    "speed-attention": (attention, "attention-h100"),
-    "speed-step": (step, "decode-h100"),
+    "speed-attention": (attention, "attention-h200"),
+    "speed-step": (step, "decode-h200"),
     "quality-perplexity": (quality, "compare-smollm2-135m-instruct-q4_1"),
 }
 

@@ -167,11 +167,15 @@ def main() -> None:
         torch.save(kept, options.keep)
     searches: list[int] = []
     steps, kept, moves, counted = 0, [], [], []
+    searches_unsized, counted_unsized = 0, []
     worst: dict[str, float] = {}
     for number, (q, k) in enumerate(layers):
         keys, sizes = keys_of_layer(q, k, profiles[number]), sizes_of_layer(q, profiles[number])
         for h in range(keys.shape[1]):
             s, over, moved, ranked = replay(keys[:, h], sizes[:, h])
+            unsized = replay(keys[:, h])
+            searches_unsized += len(unsized[0])
+            counted_unsized += unsized[3]
             searches += s
             steps += len(keys) - 1
             kept += over
@@ -185,6 +189,8 @@ def main() -> None:
         "steps of all rows together": STEPS - 1, "of these with a row that searches": len(set(searches)),
         "kept over n_fac, mean": round(sum(kept) / len(kept), 4), "kept over n_fac, largest": round(max(kept), 4),
         "counted over n_fac, mean": round(sum(counted) / len(counted), 3),
+        "were no level to follow the query's size: searches per row step": round(searches_unsized / steps, 5),
+        "were no level to follow the query's size: counted over n_fac, mean": round(sum(counted_unsized) / len(counted_unsized), 3),
         "threshold move, mean nats": round(sum(moves) / len(moves), 4),
         "threshold move, 99th percentile": round(sorted(moves)[math.floor(0.99 * len(moves))], 3),
         "rows that search most": {name: round(worst[name], 3) for name in hard},

@@ -120,6 +120,30 @@ def test_reset_and_a_new_prompt():  # trials B1 and B6
     assert torch.equal(together[:, 20:], alone(Steps(model, llama_profile(2, fc_format="int4"), False)))
 
 
+def test_steps_whose_guards_are_skipped():
+    """After a first sequence torch may be told that guards hold (docs/kernels.md): what the package checks itself is still checked."""
+    model = tiny_llama(layers=2)
+
+    def scenario(step):
+        cache = cache_for(model, "static")
+        prefill(model, cache, IDS[:1, :40])
+        out = [run(step, cache, IDS[:1, 40:44])]
+        with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
+            for first in (100, 200):  # a cache of its own; then another prompt in that one
+                cache = cache_for(model, "static") if first == 100 else cache
+                cache.reset()
+                prefill(model, cache, IDS[:1, first : first + 40])
+                out.append(run(step, cache, IDS[:1, first + 40 : first + 44]))
+        return torch.cat(out, 1)
+
+    skipped = both_ways(model, llama_profile(2, fc_format="int4"), scenario)
+    step = Steps(model, llama_profile(2, fc_format="int4"), False)
+    for i, first in enumerate((0, 100, 200)):
+        cache = cache_for(model, "static")
+        prefill(model, cache, IDS[:1, first : first + 40])
+        assert torch.equal(skipped[:, 4 * i : 4 * i + 4], run(step, cache, IDS[:1, first + 40 : first + 44]))
+
+
 def test_two_caches_in_turn_keep_their_own_state():
     model = tiny_llama(layers=2)
 

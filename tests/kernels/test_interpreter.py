@@ -313,6 +313,24 @@ def test_thresholds_follow_the_size_of_the_query(fmt: str) -> None:
 
 
 @interpreted
+def test_a_search_teaches_no_slope() -> None:
+    """Nor is a slope used where the size has changed beyond all that steps teach it from."""
+    case = make_case("fp32", L=1000, n_fac=100)
+    hint = torch.zeros(2, 2, HINT_COLUMNS)
+    for _ in range(8):
+        check_step(case, hint)
+    settled = hint.clone()
+    hint[..., 2], hint[..., 3] = 1.5, settled[..., 3] - 1
+    hint[..., 0] = 50.0  # above all keys: no bin holds the threshold
+    check_step(case, hint)
+    assert (hint[..., 1] > settled[..., 1]).all(), "rows have searched"
+    assert (hint[..., 2] == 1.5).all() and torch.equal(hint[..., 3], settled[..., 3])
+    hint[..., 0], hint[..., 1], hint[..., 2], hint[..., 3] = *settled[..., :2].unbind(-1), 1.5, settled[..., 3] - 5
+    check_step(case, hint)
+    assert (hint[..., 1] <= settled[..., 1]).all(), "no row has searched"
+
+
+@interpreted
 @pytest.mark.parametrize(
     "hint", [torch.zeros(2, 2, HINT_COLUMNS // 2), torch.zeros(2, 2, HINT_COLUMNS, dtype=torch.float64)]
 )

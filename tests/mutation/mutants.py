@@ -1025,6 +1025,25 @@ add(
     "        lane = lane * 2\n",
     f"{INTERPRETER}::test_fragments",
 )
+add(
+    "the window stays where the threshold was",
+    "return level + slope * growth - BELOW * width,",
+    "return level - BELOW * width,",
+    f"{INTERPRETER}::test_thresholds_follow_the_size_of_the_query",
+)
+add(
+    "a slope that is no number is used",
+    "slope = tl.where((guess > -1e3) & (guess < 1e3), guess, slope)",
+    "slope = guess",
+    f"{INTERPRETER}::test_whatever_the_hint_holds",
+)
+add(
+    "a query may have grown by anything",
+    "(size - last > -2.0) & (size - last < 2.0)",
+    "size > -1e3",
+    f"{INTERPRETER}::test_a_search_teaches_no_slope",
+)
+
 add = breaks("triton_kernels/fragments.py", INTERPRETER)
 add(
     "heads of a pair are exchanged",
@@ -1048,10 +1067,16 @@ add(
 )
 add(
     "the largest of half a query scales it",
-    "largest = tl.maximum(largest, tl.max(tl.abs(hi), axis=1))",
+    "largest = tl.maximum(largest, tl.abs(hi))",
     "pass",
     f"{INTERPRETER}::test_formats",
     f"{INTERPRETER}::test_masks",
+)
+add(
+    "half a query tells its size",
+    "square += hi * hi",
+    "pass",
+    f"{INTERPRETER}::test_thresholds_follow_the_size_of_the_query",
 )
 add(
     "rows are not refreshed",
@@ -1084,6 +1109,25 @@ add(
     "(moved > 8) & (cell * 24 <= n_fac), 1.5,",
     "(moved > 8) & (cell * 24 <= n_fac), 2.0,",
     f"{WINDOW}::test_the_replay_has_the_kernels_rule",
+)
+add(
+    "what a query's growth did to the threshold is learned backwards",
+    "return slope + 0.25 * growth",
+    "return slope - 0.25 * growth",
+    f"{INTERPRETER}::test_thresholds_follow_the_size_of_the_query",
+    f"{WINDOW}::test_the_replay_has_the_kernels_rule",
+)
+add(
+    "a step's size is not kept for the next",
+    "tl.store(hint + 3, tl.load(window + 2))",
+    "tl.store(hint + 3, 0.0)",
+    f"{INTERPRETER}::test_thresholds_follow_the_size_of_the_query",
+)
+add(
+    "a search teaches the slope",
+    "tl.where(inside_window & by_bin, learned_slope(",
+    "tl.where(inside_window | (by_bin == 0), learned_slope(",
+    f"{INTERPRETER}::test_a_search_teaches_no_slope",
 )
 add(
     "all equal keys are needed",
@@ -1142,6 +1186,14 @@ add(
     "    return lowest, tl.max(",
     "    return tl.max(tl.where(back < TOKENS, found, -1), axis=0), tl.max(",
     f"{INTERPRETER}::test_several_query_tokens_select_each_for_itself",
+)
+
+add = breaks("triton_kernels/sparse_decode.py", INTERPRETER)
+add(
+    "a hint may have any shape",
+    "self.hint.shape != state or ",
+    "",
+    f"{INTERPRETER}::test_a_hint_of_another_kind_is_refused",
 )
 
 add = breaks("triton_kernels/dense_decode.py", INTERPRETER)
