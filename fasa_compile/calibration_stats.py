@@ -308,7 +308,7 @@ class LayerStats:
     def energy(self) -> Tensor:
         """float64 ``[Hkv, n_fc]``: the score variance an FC carries.
 
-        E[q_d^2] Var[k_d], summed over the FC's dims and over the query group (DESIGN section 2: measured better than the
+        E[q_d^2] Var[k_d], summed over the FC's dims and over the query group (``docs/method.md``: measured better than the
         paper's contextual agreement). Raises ``CalibrationError`` when fewer than 2 tokens were seen.
         """
         return self._chunk_sum(self._dim_energy())

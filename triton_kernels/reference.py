@@ -2,7 +2,7 @@
 
 Everything here is traceable (AOTAutograd, Inductor, symbolic ``L``): no value is read on the host and no branch looks at
 data. Dimension letters: ``fasa_compile/sites.py``. Method: FASA (arXiv 2602.03152), TIP = token importance predictor,
-FAC = focused attention computation; the group reduction, the forced tokens and the quantisation are DESIGN section 2's.
+FAC = focused attention computation; what differs from the paper: ``docs/method.md``.
 """
 
 from __future__ import annotations
