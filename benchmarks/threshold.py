@@ -143,7 +143,9 @@ def replay(
         cell = int(counts[place]) if place >= 0 else 0
         inside = 0 <= place < LAST
         level = origin + (place + 0.5) * width if inside else threshold if not found else origin + BELOW * width
-        if inside and found:
+        if not found:
+            slope *= 0.5
+        elif inside:
             slope = learned_slope(slope, growth, (place - BELOW + 0.5) * width)
         size = own_size
         width *= factor(cell, abs(place - BELOW)) if inside else 1.0 if found else 2.0

@@ -423,7 +423,9 @@ def select_tokens(
         )
         slope = tl.load(window + 4)
         error = (bin - BELOW).to(tl.float32) + 0.5
-        slope = tl.where(inside_window & by_bin, learned_slope(slope, tl.load(window + 3), error * width), slope)
+        # A search tells that something else has changed, or that the slope is wrong: it is believed half as much.
+        taught = learned_slope(slope, tl.load(window + 3), error * width)
+        slope = tl.where(by_bin, tl.where(inside_window, taught, slope), 0.5 * slope)
         width *= tl.where(inside_window, width_factor(cell, moved, n_fac), 1.0)
         width = tl.where((inside_window == 0) & (by_bin == 0), tl.maximum(2.0 * width, 0.0625), width)
         hint += owner(row, HKV, TOKENS) * HINT

@@ -1041,7 +1041,7 @@ add(
     "a query may have grown by anything",
     "(size - last > -2.0) & (size - last < 2.0)",
     "size > -1e3",
-    f"{INTERPRETER}::test_a_search_teaches_no_slope",
+    f"{INTERPRETER}::test_a_search_halves_the_slope",
 )
 
 add = breaks("triton_kernels/fragments.py", INTERPRETER)
@@ -1124,10 +1124,11 @@ add(
     f"{INTERPRETER}::test_thresholds_follow_the_size_of_the_query",
 )
 add(
-    "a search teaches the slope",
-    "tl.where(inside_window & by_bin, learned_slope(",
-    "tl.where(inside_window | (by_bin == 0), learned_slope(",
-    f"{INTERPRETER}::test_a_search_teaches_no_slope",
+    "a slope outlives all searches",
+    "tl.where(inside_window, taught, slope), 0.5 * slope)",
+    "tl.where(inside_window, taught, slope), slope)",
+    f"{INTERPRETER}::test_a_search_halves_the_slope",
+    f"{INTERPRETER}::test_whatever_the_hint_holds_is_forgotten",
 )
 add(
     "all equal keys are needed",
