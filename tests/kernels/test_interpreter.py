@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,26 @@ HERE = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(
     not HERE, reason="runs in a process with TRITON_INTERPRET=1, which another test starts"
 )
+
+
+def count_with_arrays() -> None:
+    """Triton 3.6's interpreter counts loops with arrays of one element, which NumPy 2.4 no longer takes for numbers."""
+    import triton
+    from triton.runtime import interpreter
+
+    if not triton.__version__.startswith("3.6."):
+        return
+    patch = interpreter._patch_lang_tensor
+
+    def and_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = and_index
+
+
+if HERE:
+    count_with_arrays()
 
 
 @pytest.mark.skipif(HERE, reason="this is that process")
