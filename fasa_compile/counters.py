@@ -76,7 +76,8 @@ def stats() -> dict[str, Any]:
     ``rewritten_sites`` or in ``declined``: ``sites == rewritten_sites + sum(declined.values())``. Where a backend audits, also
     ``lost_mass``: layer -> ``{"mean": ..., "steps": ...}``, the share of attention mass that selection lost (reading it waits for
     the device). Where K and V lie in host memory, also ``hot``: layer -> ``{"attended": ..., "fetched": ..., "unkept": ...}``, tokens
-    (times KV heads and sequences) attended to, of these fetched from the host, and of those for which the hot buffer had no room.
+    (times KV heads and sequences) attended to, of these fetched from the host, and of those for which the hot buffer had no room;
+    of caches that are gone too, while the compiled model lives.
     """
     with _lock:
         found: dict[str, Any] = {

@@ -28,6 +28,8 @@ class Finding:
 
 def version(name: str) -> str:
     """The version of an installed distribution, "" where there is none."""
+    if name == "torch":
+        return torch.__version__  # with the build's tag, which the distribution's version may lack
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

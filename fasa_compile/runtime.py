@@ -71,6 +71,11 @@ class PackedCache:
             self.values_version = v._version
 
 
+def _total(ledger: torch.Tensor) -> torch.Tensor:
+    """int64, over sequences, KV heads and parts."""
+    return ledger.reshape(-1, ledger.shape[-1]).sum(0, dtype=torch.int64)
+
+
 class _Layer:
     """The packed caches of one layer, by the id of the K tensor, for all graphs that pack and read it alike."""
 
@@ -78,6 +83,7 @@ class _Layer:
         self.name = name
         self.caches: dict[int, PackedCache] = {}
         self.keepers: weakref.WeakSet[_Keeper] = weakref.WeakSet()
+        self.past: list[torch.Tensor] = []  # ledgers of hot buffers that are gone, or sums of such
 
     def forget(self, key: int) -> Callable[[Any], None]:
         """What drops the cache of K tensor ``key`` when that tensor is gone."""
@@ -87,6 +93,7 @@ class _Layer:
             layer = own()
             if layer is not None:
                 gone = layer.caches.pop(key, None)
+                layer.retire(gone)
                 for keeper in list(layer.keepers):
                     if keeper.current is gone:
                         keeper.bind(None)
@@ -97,18 +104,33 @@ class _Layer:
         for packed in self.caches.values():
             packed.version = _UNTRACKED
 
+    def retire(self, packed: PackedCache | None) -> None:
+        """Keep what a cache that is let go has counted. Called from anywhere, a CUDA graph's capture too: nothing is computed."""
+        if packed is not None and packed.ledger is not None:
+            self.past.append(packed.ledger)
+
+    def add_up(self) -> None:
+        """Make one ledger for each device of those that are past, without waiting for a device."""
+        past, self.past = self.past, []
+        sums: dict[torch.device, torch.Tensor] = {}
+        for ledger in past:
+            total = _total(ledger)
+            sums[ledger.device] = sums[ledger.device] + total if ledger.device in sums else total
+        self.past.extend(sums.values())
+
     def hot_rows(self) -> list[tuple[str, int, int, int]]:
         """Of each hot buffer: layer, tokens attended to, of these fetched from host memory, and of those without a slot; over all
-        steps of the caches that live. Waits for the device."""
+        steps, also of caches that are gone. Waits for the device."""
         found = []
-        for packed in list(self.caches.values()):
-            if packed.ledger is not None:
-                sums = packed.ledger.sum((0, 1, 2), dtype=torch.int64).tolist()
+        for ledger in (*(packed.ledger for packed in list(self.caches.values())), *self.past):
+            if ledger is not None:
+                sums = _total(ledger).tolist()
                 found.append((self.name, sums[ATTENDED], sums[FETCHED], sums[UNKEPT]))
         return found
 
     def forget_hot_counts(self) -> None:
         """Set the hot buffers' counts to zero."""
+        self.past = []
         for packed in list(self.caches.values()):
             if packed.ledger is not None:
                 packed.ledger[..., ATTENDED:].zero_()
@@ -205,6 +227,9 @@ class _Keeper:
         why = "uncounted" if capturing else _why_stale(packed, k)
         stale = packed is None or packed.key() is not k or packed.data.device != k.device
         if packed is None or stale or packed.data.shape[:3] != canonical.shape[:3]:
+            self.layer.retire(packed)
+            if not capturing:
+                self.layer.add_up()
             packed = self._allocate(k)
         if packed.version != _UNTRACKED and not capturing:
             # K was written by others: what the last step's threshold was says nothing, and a prompt must give the same result
