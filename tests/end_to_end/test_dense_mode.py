@@ -212,4 +212,6 @@ def test_on_a_gpu_plain_multi_head_attention_keeps_the_kernel_of_the_model(as_on
     model = tiny_llama(layers=1, num_key_value_heads=8)
     made, step = compiled(model)
     decode(model, step, IDS[:1], cache_for(model, "dynamic"), 3)
-    assert set(decisions(made)) == {("dense", "no-gain")}
+    # transformers 5.17 gives a step over a growing cache a mask, which the model's kernel reads in full.
+    (site,) = {d.site.mask is None for graph in made.graphs for d in graph.decisions}
+    assert set(decisions(made)) == {("dense", "no-gain") if site else ("dense-kernel", "dense-mode")}

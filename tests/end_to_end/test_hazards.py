@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import pytest
 import torch
 from models import (
@@ -224,8 +226,14 @@ def test_autocast_stays_dense(inside):
     ids = torch.randint(0, 512, (1, 44), generator=torch.Generator().manual_seed(1))
     backend = fasa_backend(llama_profile(1), inner="eager", check_weights=False)
     around = torch.autocast("cpu", torch.bfloat16, enabled=not inside)
+    with around:
+        try:
+            dense = decode(model, model, ids, cache_for(model, "static"), 3)
+        except RuntimeError as problem:
+            if not version("transformers").startswith("5.17."):
+                raise
+            pytest.skip(f"the model itself cannot: {problem}")
     with around, pytest.warns(fasa_compile.FasaWarning, match="autocast"):
-        dense = decode(model, model, ids, cache_for(model, "static"), 3)
         out = decode(model, torch.compile(model, backend=backend), ids, cache_for(model, "static"), 3)
     assert {row.reason for row in backend.explain().rows} == {"autocast"}
     assert out.dtype == dense.dtype

@@ -282,7 +282,12 @@ def test_published_models(name: str) -> None:
             ]
         return torch.stack(out, 1)
 
-    dense = run(model, nullcontext())
+    try:
+        dense = run(model, nullcontext())
+    except RuntimeError as problem:
+        if not transformers.__version__.startswith("5.17."):
+            raise
+        pytest.skip(f"the model itself cannot: {problem}")
     scale = float(dense.abs().max())
     for n in (PROMPT + STEPS, 6):
         torch._dynamo.reset()

@@ -560,6 +560,24 @@ add(
 
 add = breaks("fasa_compile/runtime.py", STATE)
 add(
+    "what a cache has counted goes with it",
+    "            self.past.append(packed.ledger)",
+    "            pass",
+    "end_to_end/test_offload.py::test_what_was_counted_outlives_the_cache",
+)
+add(
+    "of past caches only the last one counts",
+    "sums[ledger.device] + total if ledger.device in sums else total",
+    "total",
+    "end_to_end/test_offload.py::test_what_was_counted_outlives_the_cache",
+)
+add(
+    "past caches are never added up",
+    "                self.layer.add_up()",
+    "                pass",
+    "end_to_end/test_offload.py::test_what_was_counted_outlives_the_cache",
+)
+add(
     "writes to K are not counted",
     " and self.version == k._version",
     "",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis.errors import FlakyFailure
 from hypothesis.stateful import run_state_machine_as_test
 
 from fasa_compile import backend, rewrite, runtime
@@ -174,7 +175,8 @@ def test_a_model_whose_rows_mix_is_caught() -> None:
 
 
 def test_a_model_that_changes_its_mind_is_caught() -> None:
-    with pytest.raises(AssertionError):
+    # Where it has the same answer when Hypothesis asks again, it is the asking again that fails.
+    with pytest.raises((AssertionError, FlakyFailure)):
         check_model(lambda: Forgetful(SPEC), driver=TinyDriver(SPEC), checks=["repeat"])
 
 
